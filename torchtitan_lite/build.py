@@ -104,8 +104,8 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
         unknown |= {f"{fqn}.{name}" for name, value in attributes if isinstance(value, Tensor)}
         if "forward" in vars(module):
             raise UserError(
-                f"{fqn or 'the model'} of models/{model_args.name} has a forward of its own, "
-                "which tp, pp and compile would replace or compile again. Define it in a subclass"
+                f"{fqn or 'the model'} of models/{model_args.name} has a forward of its own, not the "
+                "forward of its class. tp, pp and compile would replace it or compile it again. Define it in a subclass"
             )
     built = {}
     for fqn, own in model.named_parameters():
@@ -121,7 +121,7 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
     if unknown:
         raise UserError(
             f"{min(unknown)} of models/{model_args.name} is a tensor without an initial value, or a shared parameter. "
-            "Compute buffers in forward; call a module twice to share it"
+            "Compute buffers in forward. To share a parameter, call its module twice"
         )
     if different := list_shapes(model_args).items() ^ built.items():
         fqn, shape = min(different)
@@ -136,7 +136,7 @@ def build_parts(
     config: Config, model_args: ModelArgs, layout: Layout, mesh: Mesh
 ) -> list[nn.Module]:
     """Build and parallelize this rank's model parts on the meta device. Collective only if ZeRO++ or symmetric memory
-    is on: both connect process groups."""
+    is on, because both features connect process groups."""
     parts = []
     for index in layout.stages_of(mesh.pp.get_local_rank()):
         # build a new model for each pipeline stage: in a deep copy, module hooks would still refer to the original
@@ -212,7 +212,8 @@ def build_run(
             expert_loads=balance.loads if balance else None,
             gathers_whole_parts=gathers_whole_parts(layout, config.training.mixed_precision_param),
         )
-    if layout.tied:  # communicates: connects the ranks of the first and the last pipeline stage
+    # tie_schedule communicates, because it connects the ranks of the first and the last pipeline stage
+    if layout.tied:
         owner = parameters.get("tok_embeddings.weight")
         schedule = load_extension("tied_embeddings").tie_schedule(
             schedule, owner, copy, layout, mesh.pp

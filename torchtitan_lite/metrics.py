@@ -408,7 +408,8 @@ def format_validation(fields: dict[str, object]) -> list[str]:
     ]
 
 
-FORMATS = {"step": format_step, "validation": format_validation}  # kinds of records on the console
+# kinds of records that the console shows
+FORMATS = {"step": format_step, "validation": format_validation}
 
 
 def name_views(folder: Path, section: Metrics) -> str:

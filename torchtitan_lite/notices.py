@@ -118,7 +118,7 @@ def find_situations(spec: RunSpec) -> dict[str, str]:
     if is_alone and {training.dtype, training.mixed_precision_param} == {"float32"}:
         situations["a pipeline stage runs on a single rank in float32"] = OF_SHARDS
     if layout.fsdp_near == layout.efsdp_near == 1:
-        situations["no FSDP group has several ranks on each of several nodes"] = OF_NODES
+        situations["no FSDP group has two or more ranks on each of several nodes"] = OF_NODES
     if layout.dp_replicate == layout.tp == 1 and not (layout.tied or layout.ep):
         situations["no weight has a copy on another rank"] = "debug.compare_copies_every"
     if len(training.dataset) == 1:

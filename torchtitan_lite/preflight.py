@@ -113,8 +113,8 @@ def resolve(
     """Read a config and check it for `n_ranks` ranks on hosts like `machine`.
 
     If n_ranks is None, choose_n_ranks chooses the world size for `n_hosts`. If torchrun `restarted` the job, the files
-    in the dump folder belong to this job. `check_host` returns further problems; the last argument of `check_host` is
-    the world size. Writes nothing. Raises ConfigError with every problem.
+    in the dump folder belong to this job. `check_host(config, model_args, world_size)` returns further problems. Writes
+    nothing. Raises ConfigError with every problem.
     """
     given, weights = read_run(args, machine=machine, restarted=restarted)
     config = given.config
@@ -171,8 +171,11 @@ def resolve(
 
 
 def choose_n_ranks(parallelism: Parallelism, machine: Machine, n_hosts: int) -> int:
-    """Return the default world size: the number of GPUs; on CPUs, the product of the degrees, with an automatic degree
-    resolved for two ranks per host."""
+    """Return the default world size.
+
+    On GPUs, this is the number of GPUs of all hosts. On CPUs, this is the product of the degrees; an automatic degree
+    is resolved for two ranks per host.
+    """
     if machine.device_type == "cuda":
         return machine.n_devices * n_hosts
     return prod(plan_degrees(parallelism, 2 * n_hosts).values())

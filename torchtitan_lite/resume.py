@@ -1,7 +1,8 @@
 """Resume from the newest checkpoint or snapshot, or load checkpoint.initial_load_path.
 
     the run                          starts from
-    with checkpoint.load_step        that checkpoint, or an error; if a later one was saved since, as in the next row
+    with checkpoint.load_step        the checkpoint of that step, or an error. If the run has saved later checkpoints
+                                     since then, the next row applies
     restarted by torchrun            the newest checkpoint or snapshot that all ranks can open
     in the folder of an earlier run  the newest checkpoint or snapshot that all ranks can open
     any other run                    checkpoint.initial_load_path, if set
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 def resume(
     run: Run, steps: list[int], snapshots: Any, group: dist.ProcessGroup, *, restarted: bool
 ) -> int:
-    """Load the newest state. Return the step of the state, or 0 if only weights are loaded. Collective over all ranks.
+    """Load the newest state. Return the step of that state, or 0 if only weights are loaded. Collective over all ranks.
 
     `steps`: steps of the checkpoints in the dump folder. Raises the same errors as `start_from`.
     """

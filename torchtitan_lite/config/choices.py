@@ -25,7 +25,8 @@ class OptimizerRow:
     """An optimizer: the size of its state, and whether torch has a fused kernel for it."""
 
     n_moments: int  # fp32 values per parameter
-    has_fused_kernel: bool = False  # one kernel for all parameters, DTensors included
+    # torch has one kernel that updates all parameters, including DTensors
+    has_fused_kernel: bool = False
     # updates each hidden matrix as a whole, and stores one moment less per element of these matrices than per element
     # of other parameters
     updates_matrices: bool = False

@@ -152,7 +152,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
     "zero_plus_plus": Extension(
         ZERO_PLUS_PLUS,
         (),
-        "FSDP sends int8 blocks, and all-gathers within a node for backward",
+        "FSDP sends weights and gradients as int8 blocks, and all-gathers within a node for backward",
         check_zero_plus_plus,
     ),
     "symmetric_memory": Extension(

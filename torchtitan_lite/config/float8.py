@@ -25,10 +25,10 @@ def plan_float8(
 ) -> list[str]:
     """Return the FQNs of the layers that compute in float8.
 
-    `linears`: FQN -> (out, in) features of the full layer. A filter matches any part of an FQN, as in torchtitan.
+    `linears`: FQN -> (out, in) features of the unsharded layer. A filter matches any part of an FQN, as in torchtitan.
     On a rank, every matmul dim must be a multiple of FLOAT8_BLOCK. tp may split either `out` or `in`, so both must be
-    multiples of FLOAT8_BLOCK * tp in the full layer. check_float8 checks the number of tokens in a microbatch. The head
-    and the experts never compute in float8.
+    multiples of FLOAT8_BLOCK * tp in the unsharded layer. check_float8 checks the number of tokens in a microbatch. The
+    head and the experts never compute in float8.
     """
     chosen = []
     unit = FLOAT8_BLOCK * tp

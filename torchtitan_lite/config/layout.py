@@ -1,4 +1,5 @@
-"""Plan the layout of a run: the degree of each mesh dim, and what each rank gets. Needs only numbers and names.
+"""Plan the layout of a run: the degree of each mesh dim, and the stages and microbatches of each rank. Needs only
+numbers and names.
 
     rank = (((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t        outermost: pp, innermost: tp
 

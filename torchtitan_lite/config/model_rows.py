@@ -16,7 +16,8 @@ from typing import Literal
 SLIDING = "sliding_attention"  # a type of layer in ModelArgs.layer_types
 FULL = "full_attention"
 LAYER_TYPES = (SLIDING, FULL)
-AUTO = "auto"  # model.flavor: the model of the loaded weights, or debug if the run loads none
+# value of model.flavor: use the model of the loaded weights, or debug if the run loads no weights
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class ModelArgs:
         return (layer + 1) % moe.moe_every == 0
 
 
-# kind of a module -> its styles in parallel/tensor_parallel.py, and for experts in expert_parallel.py
+# kind of a module -> its values of tp_style, which parallel/tensor_parallel.py implements (experts: expert_parallel.py)
 TP_STYLES = {
     "linear": "colwise rowwise sequence whole gathered vocabulary".split(),
     "norm": ("sequence", "heads", "whole", "colwise"),
@@ -138,7 +139,7 @@ class ModuleRow:
     # Rotary embedding rotates the output of this module. In Hugging Face files, the rows of each head have a different
     # order than in this trainer.
     is_rotated: bool = False
-    # for a module outside the blocks: the pipeline stage that has it, "first" or "last"
+    # for a module outside the blocks: "first" or "last", the pipeline stage that has the module
     end: str = ""
 
     @property

@@ -37,7 +37,7 @@ except ModuleNotFoundError:  # Python 3.10 has no tomllib
         ) from None
 
 CONFIG_FOLDER = REPOSITORY / "configs"
-# The values in these files are defaults. A value in any other file is the user's choice.
+# The values in these files are defaults. A value in a file that is not listed here is a choice of the user.
 SHIPPED = set(
     """
     debug debug_3d debug_moe debug_moe_3d finetune llama3_1b llama3_1b_one_gpu llama3_3b llama3_405b llama3_70b

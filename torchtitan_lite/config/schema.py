@@ -114,13 +114,13 @@ class Training:
     # new: folder for the tokens of named corpora and for compiled code, which all runs share
     cache_folder: PathText = "outputs/cache"
     # sequences per data-parallel rank and forward pass, or fewer if a rank's share of global_batch_size is smaller.
-    # Under PP, local_batch_size must divide this share
+    # Under PP, local_batch_size must divide the share of each rank
     local_batch_size: Size = 8
     # sequences per step; auto: local_batch_size x data-parallel ranks. On a CPU without PP, if a step would have more
-    # than 2,048 tokens, the default is auto with a local_batch_size of 1
+    # than 2,048 tokens, the default is auto, and the default of local_batch_size is 1
     global_batch_size: SizeOrAuto = key(-1, resume="refuse")
-    # tokens per sequence. If not set, at most the context length of Hugging Face weights; and at most 512 on a CPU
-    # without PP if a step would have more than 2,048 tokens
+    # tokens per sequence. The default is at most the context length of Hugging Face weights. On a CPU without PP, the
+    # default is at most 512 if a step would have more than 2,048 tokens
     seq_len: Size = key(2048, resume="refuse")
     # new: seed of the order of samples, which is the same on every layout; default: debug.seed
     data_seed: Annotated[int, Range(0, LARGEST_SEED)] | None = key(None, resume="refuse")
@@ -178,7 +178,7 @@ class Parallelism:
     pipeline_parallel_degree: Degree = 1
     pipeline_parallel_schedule: Literal[tuple(SCHEDULES)] = "1F1B"
     pipeline_parallel_microbatch_size: Size = 1  # sequences per microbatch
-    # default: each rank gets the minimum number of pipeline stages of the schedule, one or two
+    # default: each rank gets the minimum number of pipeline stages that the schedule requires, one or two
     pipeline_parallel_layers_per_stage: Layers | None = None
     # load of the embedding, as a number of layers. The first pipeline stage gets about this many layers fewer than
     # other stages

@@ -9,7 +9,8 @@ from torchtitan_lite.data.corpus_folder import DATASETS, list_corpora
 
 # corpora that are read from a dataset_path
 DOWNLOADS = [name for name in DATASETS if name != "python_stdlib"]
-# smallest allowed fraction of the draws from a corpus; weighted_sampler.py rounds fractions to multiples of 2**-20
+# smallest fraction of the draws that may come from one corpus; weighted_sampler.py rounds fractions to multiples of
+# 2**-20
 SMALLEST_SHARE = 1e-6
 
 

@@ -147,7 +147,7 @@ class SampleReader:
         for corpus, n_samples in zip(self.corpora, self.n_samples, strict=True):
             own = (samples >= 0) & (samples < n_samples)
             rows[:, own] = corpus.read(samples[own] * self.seq_len, self.seq_len)
-            # renumber the samples of later corpora: the first sample of the next corpus becomes 0
+            # renumber the samples of later corpora, so that the first sample of the next corpus has the number 0
             samples = samples - n_samples
         largest = rows[:2].max().item()
         if largest >= self.vocab_size:

@@ -10,14 +10,14 @@ comm.train_timeout_seconds or twice the duration of the last step, whichever is 
 end within STOP_WITHIN_S, or within twice the duration of the last step if that is longer. For a save, for loading the
 initial state, for the first step and for the first validation, the limit is 3/4 of comm.init_timeout_seconds. A rank
 that exceeds its limit also creates a file named `late`. A rank that has not advanced for half of the limit of a step
-looks for the file `late`, in a step or between two steps. After a signal, it looks at once. If the file exists, the
-rank writes its state too. Ranks that advance therefore do not read the shared folder. A rank that is stopped or never
-releases the GIL cannot write, so each file also contains the state of every rank on the same host, from /proc. If the
-late step ends after all, the rank deletes its report and the file `late`. A new start of the run deletes the files of
-all earlier starts (dump_folder.py).
+looks for the file `late`, in a step or between two steps. After a signal, the rank looks at once. If the file exists,
+the rank writes its state too. Ranks that advance therefore do not read the shared folder. A rank that is stopped or
+never releases the GIL cannot write, so each file also contains the state of every rank on the same host, from /proc. If
+the late step ends after all, the rank deletes its report and the file `late`. A new start of the run deletes the files
+of all earlier starts (dump_folder.py).
 
 gloo aborts a rank if its collective differs from the collectives of its peers. A rank that ends with an error, or
-because another rank has ended, writes such a report to hang/restart-0/failed-00003.json.
+because another rank has ended, writes a report of the same kind to hang/restart-0/failed-00003.json.
 
 extensions/hang_report.py finds out what a rank is doing, and writes the report. This file is loaded only if a report or
 a warning is due.
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 # report at this fraction of the time-out, before collectives fail and ranks end
 SHARE_OF_TIMEOUT = 0.75
-N_STEPS = 8  # number of last steps whose collectives a hang report compares
+N_STEPS = 8  # number of most recent steps whose collectives a hang report compares
 # after a signal, a step counts as hanging if it does not end within this time, or within twice the duration of the last
 # step if that is longer
 STOP_WITHIN_S = 15.0
@@ -148,8 +148,8 @@ class HangWatch(AbstractContextManager):
             )
 
     def follow(self, batches: Iterator) -> Iterator:
-        """Yield the batches of a validation, and watch each one like a step. The first validation may take longer than
-        later validations."""
+        """Yield the batches of a validation, and watch each batch for hangs, like a step. The first validation may take
+        longer than later validations."""
         try:
             for batch in batches:
                 self.began_s = time.monotonic()
@@ -185,7 +185,7 @@ class HangWatch(AbstractContextManager):
         While another rank is late, the limit is half of the limit of a step, or 0 after a signal.
         """
         step_limit_s = self.find_limit()
-        # a save or the first step may take longer than other steps
+        # a save or the first step may take longer than a later step
         limit_s = SHARE_OF_TIMEOUT * self.section.init_timeout_seconds
         is_later_step = self.is_in_step and self.last_s > 0
         if is_later_step:
