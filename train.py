@@ -1,4 +1,5 @@
-"""Train a Llama: config, mesh, data, run, checkpoint, loop. run_train.sh starts this file once per rank.
+"""Train a Llama model in six sections: config, data, mesh, run, checkpoint, loop. run_train.sh starts this file once
+per rank.
 
 Every rank runs this file from top to bottom. The optimizer step is in torchtitan_lite/step.py. If ranks communicate in
 a call, a comment above the call begins with "all ranks" and lists what they send. No other call communicates.
@@ -129,7 +130,8 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     torch.cuda.empty_cache()  # free the full tensors from which weights were initialized or loaded
     gc.collect()
     gc.freeze()  # from now on, the garbage collector skips the existing objects
-    gc.disable()  # if ranks collected garbage at different times, all ranks would wait each time
+    # if ranks collected garbage at different times, every collection would make all ranks wait
+    gc.disable()
     # all ranks: a barrier, then the long time-outs for the first steps
     set_timeouts(config.comm.init_timeout_seconds, host)
     profiler = nullcontext()

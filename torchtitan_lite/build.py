@@ -274,7 +274,8 @@ def build_savers(
 def start_from(
     run: Run, saver: CheckpointSaver, snapshots: Any, group: dist.ProcessGroup, *, restarted: bool
 ) -> int:
-    """Load the state that a run starts from. Return its step, or 0 if no state is loaded. Collective over all ranks.
+    """Load the state that a run starts from. Return the step of that state, or 0 if no state is loaded. Collective over
+    all ranks.
 
     `saver` and `snapshots` are the results of build_savers; `group` contains all ranks. `restarted`: torchrun has
     restarted the job, which then resumes from its own newest state. Raises ConfigError if this config cannot continue

@@ -107,7 +107,7 @@ def open_dump_folder(config: Config, *, restarted: bool) -> BinaryIO:
 def lock_folder(folder: Path) -> BinaryIO:
     """Lock the folder for this run. Return the open lock file.
 
-    Raises CheckpointError if another run has locked it, and OSError if the lock file cannot be opened.
+    Raises CheckpointError if another run has locked the folder, and OSError if the lock file cannot be opened.
     """
     lock = open(folder / LOCK, "ab")
     try:

@@ -50,7 +50,7 @@ def find_weights(given: UserConfig, restarted: bool) -> Weights | None:
                 "checkpoint.load_only",
                 True,
                 f"{folder} has no checkpoint that could be loaded",
-                "Set checkpoint.enable, and job.dump_folder to the folder of a run that has saved",
+                "Set checkpoint.enable, and set job.dump_folder to the folder of a run that has saved a checkpoint",
             )
             raise ConfigError([problem])
     if weights:

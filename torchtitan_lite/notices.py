@@ -124,7 +124,7 @@ def find_situations(spec: RunSpec) -> dict[str, str]:
     if len(training.dataset) == 1:
         situations["training.dataset names one corpus"] = "training.dataset_weights"
     if spec.weights and training.data_seed != config.debug.seed:
-        situations["weights are loaded, with training.data_seed set"] = "debug.seed"
+        situations["weights are loaded and training.data_seed is set"] = "debug.seed"
     # on a CPU, sends in a pipeline keep gloo's time-out of 30 minutes (process_groups.py)
     if layout.pp == 1 < layout.world_size and comm.hang_seconds > comm.train_timeout_seconds:
         situations["comm.train_timeout_seconds ends a hang first"] = "comm.hang_seconds"

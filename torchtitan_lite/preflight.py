@@ -275,7 +275,7 @@ def list_notices(spec: RunSpec) -> Iterator[str]:
         n_kv_heads = spec.model_args.n_kv_heads // spec.layout.tp
         if n_kv_heads < SAFE_KV_HEADS:
             yield (
-                f"attention does not use cuDNN: it may be wrong on {spec.machine.name} with {n_kv_heads} "
+                f"attention does not use cuDNN, which may give wrong results on {spec.machine.name} with {n_kv_heads} "
                 "key/value heads per rank (pytorch issue 193893)"
             )
     yield from describe_unusual_rates(config, spec.resumed_step)

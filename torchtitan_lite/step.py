@@ -35,7 +35,7 @@ RANDOM = (
 class StepResult:
     """Scalars on the device. Reading a value makes the host wait for the step."""
 
-    loss: Tensor  # of the global batch, the same on every rank
+    loss: Tensor  # loss of the global batch, the same on every rank
     grad_norm: Tensor  # 2-norm of all gradients before clipping, the same on every rank
     applied: Tensor  # False if the gradient norm was a spike or not finite (no weight was changed)
     stops: Tensor  # for each of SIGNALS, the number of ranks that received it

@@ -69,8 +69,8 @@ class ValidationBatches:
 def count_bytes(tokenizer: Tokenizer, corpora: list[Corpus]) -> Tensor:
     """Return the number of text bytes per token id, (V,) float64.
 
-    With some tokenizers, decoded text is not the concatenation of the bytes of its tokens. For these tokenizers, every
-    id gets the mean number of bytes per token. The total number of bytes over the corpora is therefore exact.
+    With some tokenizers, decoded text is not the concatenation of the bytes of its tokens. In that case, every id gets
+    the mean number of bytes per token. The total number of bytes over the corpora is therefore exact.
     """
     n_bytes = torch.zeros(tokenizer.vocab_size, dtype=torch.float64)
     if not tokenizer.is_spelled:

@@ -158,8 +158,8 @@ def count_flops_per_token(
     In a layer with a window, S is the number of keys. The embedding is a lookup and costs nothing. The head is included
     even if it is tied. In a layer with experts, only top_k experts are included.
 
-    Publications use both conventions: for Llama 3 8B and 8,192 tokens, the full matrix gives 57.9 GFLOP, and the causal
-    part gives 51.5.
+    Some publications count the full attention matrix, and others only its causal part. For Llama 3 8B and 8,192 tokens,
+    the full matrix gives 57.9 GFLOP per token, and the causal part gives 51.5.
     """
     weights = count_parameters(model_args, active=True, in_matmuls=True)
     weights += sum(prod(row.weight) for row in list_added_ends(model_args) if row.kind == "linear")

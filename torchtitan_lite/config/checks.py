@@ -129,7 +129,8 @@ def check_layout(config: Config, model_args: ModelArgs, layout: Layout, world_si
 
 
 def check_batch(config: Config, layout: Layout) -> Refused:
-    """Check that each data-parallel rank gets the same number of full microbatches, and enough for the schedule."""
+    """Check that each data-parallel rank gets the same number of full microbatches, and that the schedule can run
+    them."""
     n_local = config.training.local_batch_size
     n_sequences = layout.global_batch_size
     unit = n_local * layout.dp
@@ -196,7 +197,7 @@ def check_microbatches(config: Config, layout: Layout) -> Refused:
         n_rows *= layout.dp
     n_needed = find_n_microbatches(config.parallelism, layout.n_microbatches, n_stages, unit)
     why = f"it makes {layout.n_microbatches} microbatches, but {why}"
-    remedy = f"Use {n_needed * n_rows}, lower pipeline_parallel_microbatch_size, or use GPipe"
+    remedy = f"Use {n_needed * n_rows}, or lower pipeline_parallel_microbatch_size, or use GPipe"
     yield key, why, remedy
 
 
@@ -239,7 +240,7 @@ def check_tp(config: Config, model_args: ModelArgs, world_size: int) -> Refused:
     allowed = f"{', '.join(others)} or {last}" if others else last
     if not sizes:
         row = rows[0]
-        why = f"tp ranks cannot share the weight {row.weight} of {row.name}, whose tp_style is {row.tp_style!r}"
+        why = f"tp does not support the weight {row.weight} of {row.name} with tp_style {row.tp_style!r}"
         if row.tp_style not in SPLIT_DIMS:
             why += ". This weight must have one element, or one for each feature of a token or head"
         yield TP, why, f"Use {allowed}"

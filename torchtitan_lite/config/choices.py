@@ -27,10 +27,10 @@ class OptimizerRow:
     n_moments: int  # fp32 values per parameter
     # torch has one kernel that updates all parameters, including DTensors
     has_fused_kernel: bool = False
-    # updates each hidden matrix as a whole, and stores one moment less per element of these matrices than per element
-    # of other parameters
+    # updates each hidden matrix as a whole. Stores one moment fewer per element of a hidden matrix than per element of
+    # any other parameter
     updates_matrices: bool = False
-    # file of extensions/ with a class of this name; "": the class is in torch.optim
+    # file of extensions/ that defines a class with the name of this optimizer; "": torch.optim defines it
     extension: str = ""
 
 
@@ -59,16 +59,16 @@ class AttentionRow:
     the row.
     """
 
-    # file of extensions/. It has a function with the name of this attention, which takes (model_args, layer) and
-    # returns an InnerAttention (model/attention.py)
+    # file of extensions/ that defines a function with the name of this attention. The function takes (model_args,
+    # layer), and returns an InnerAttention (model/attention.py)
     extension: str = ""
     uses_documents: bool = False  # the attention reads doc_ids
     # whether this attention works under context parallel; if so, its code must compute the mask from `positions`
     # (model/README.md)
     under_cp: bool = False
     # (model_args, layer) -> number of tokens that a token attends to, itself included; None: all earlier tokens. Only a
-    # row with code may omit `window`: `plan` then assumes that a token attends to all earlier tokens, and reports this
-    # assumption
+    # row with code may omit `window`. If `window` is omitted, `plan` assumes that a token attends to all earlier
+    # tokens, and reports this assumption
     window: Callable[[ModelArgs, int], int | None] | None = None
 
 

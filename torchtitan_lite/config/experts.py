@@ -48,7 +48,7 @@ def check_experts(model_args: ModelArgs, layout: Layout) -> Refused:
     ranks = f"the {n_ranks} ranks of dp_shard x cp x tp"
     why = (
         f"the degree must divide {ranks} and the {moe.n_experts} experts of a layer. Ranks / degree must divide "
-        f"experts / degree, or divide both {model_args.dim} and {moe.expert_ffn_dim}"
+        f"experts / degree, or divide both dim = {model_args.dim} and expert_ffn_dim = {moe.expert_ffn_dim}"
     )
     remedy = f"No degree fits {ranks}: use a different number of ranks"
     for n_replicas in range(1, layout.dp_shard + 1):

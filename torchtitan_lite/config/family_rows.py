@@ -50,7 +50,8 @@ class Family:
     # keys of config.json, in addition to the keys that all families have
     keys: dict[str, ConfigKey]
     sizes: dict[str, str]  # field of ModelArgs -> key
-    # FQN of our module (in the block, if any) -> Hugging Face's name; {}: the index of an expert
+    # FQN of our module (relative to its block, if it is in a block) -> Hugging Face's name; {} is the index of an
+    # expert
     names: dict[str, str]
     switches: tuple[str, ...] = ()
     # field of MoEArgs -> key; all other fields of MoEArgs must have their default values

@@ -140,7 +140,7 @@ EXTENSIONS = {  # name of a file in extensions/, without .py -> its row
     "stochastic_rounding": Extension(
         "training.dtype",
         ("bfloat16",),
-        "weights in bfloat16 between steps, whose updates are rounded up or down at random",
+        "stores weights in bfloat16, and rounds each update up or down at random",
         check_bfloat16_weights,
     ),
     "parameter_groups": Extension(

@@ -151,7 +151,8 @@ def plan_stages(parallelism: Parallelism, n_layers: int) -> list[int]:
         *middle,
         parallelism.pipeline_parallel_last_stage_less_layers,
     ]
-    # (load, whether the stage has layers, stage): the smallest tuple gets the next layer. A sorted list is a heap
+    # (load, whether the stage has layers, stage): the stage with the smallest tuple gets the next layer. A sorted list
+    # is a heap
     queue = sorted(zip(loads, map(bool, sizes), range(n_stages), strict=True))
     for _ in range(n_layers - sum(sizes)):
         load, _, stage = queue[0]

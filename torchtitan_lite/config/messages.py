@@ -1,4 +1,4 @@
-"""Format text for users: problems with a config, each with a remedy; commands; paths."""
+"""Format text for users: problems with a config and their remedies, commands, and paths."""
 
 import os
 import re

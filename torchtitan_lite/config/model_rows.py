@@ -44,7 +44,8 @@ class MoEArgs:
     n_experts: int
     top_k: int  # experts per token
     expert_ffn_dim: int  # hidden dim of one expert
-    n_shared_experts: int = 0  # experts that see every token, merged into one feed-forward
+    # number of experts that see every token; they are merged into one feed-forward
+    n_shared_experts: int = 0
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
     normalize_top_k: bool = True  # scale the weights of a token's experts to a sum of 1
     n_first_dense_layers: int = 0  # number of layers at the start that have no experts

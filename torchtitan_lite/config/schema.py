@@ -39,7 +39,8 @@ MANY = 10**9  # upper bound for counts of steps, files and tokens
 MOST_RANKS = 2**20
 MOST_LAYERS = 10_000
 MOST_SECONDS = 10**7
-LARGEST_SIZE = 2**24  # a dim of the model, tokens of a sequence, sequences of a batch
+# upper bound for a dim of the model, the tokens of a sequence, and the sequences of a batch
+LARGEST_SIZE = 2**24
 LARGEST_SEED = 2**63 - 1  # TOML's largest integer
 LARGEST = 1e30  # fits into a float32
 Positive = Annotated[int, Range(1, MANY)]
@@ -224,7 +225,8 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class LRScheduler:
-    warmup_steps: NotNegative = key(200, resume="note")  # linear, from 0 to the peak
+    # number of steps in which the rate rises linearly to the peak
+    warmup_steps: NotNegative = key(200, resume="note")
     # length of the whole schedule; default: training.steps
     total_steps: Positive | None = key(None, resume="note")
     # fraction of the steps, at the end of the schedule, in which the rate decays; default: all steps after warm-up

@@ -273,7 +273,8 @@ def check_data(config: Config, tokenizer: Tokenizer | None) -> Refused:
         yield from load_module("data.corpus_rules").check_keys(config)
 
 
-STDLIB_TOKENS = 3_600_000  # in Python 3.11, with the shipped tokenizer
+# number of tokens in the library of Python 3.11, with the shipped tokenizer
+STDLIB_TOKENS = 3_600_000
 MOST_EPOCHS = 4  # epochs beyond this number help little: arXiv:2305.16264
 
 

@@ -10,8 +10,8 @@ import tiktoken
 
 from torchtitan_lite.data.tokenizer import BytePairs, compose
 
-# tiktoken's regular expression overflows its stack on longer sequences of spaces. Therefore a text is first cut into
-# pieces of at most this length, as in Llama 3.
+# tiktoken's regular expression overflows its stack on sequences of spaces that are longer than this. Therefore a text
+# is first cut into pieces of at most this length, as in Llama 3.
 MAX_CHARACTERS = 400_000
 
 CONTINUATION = bytes(range(0x80, 0xC0))  # bytes of UTF-8 that do not begin a character

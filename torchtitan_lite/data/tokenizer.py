@@ -6,8 +6,8 @@
     bytes              no file: ids 0-255 are bytes, 256 starts a document, 257 ends it
 
 Llama, Qwen and GPT use byte-pair encoding. A pattern cuts a text into words. Each word is first split into its UTF-8
-bytes. Then the two neighbors that form the token of lowest rank are merged. This step repeats until no two neighbors
-form a token:
+bytes. Then the two neighbors that form the token of lowest rank are merged. Merging repeats until no two neighbors form
+a token:
 
     word        ranks: 256 "re", 257 "tu", 258 "retu", 259 "rn"
     r e t u r n  ->  re t u r n  ->  re tu r n  ->  retu r n  ->  retu rn  =  [258, 259]
@@ -34,7 +34,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 BYTES = "bytes"  # value of model.hf_assets_path that selects a tokenizer whose tokens are bytes
 # the first existing file is used
 IN_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
-REMEDY = "Name a folder with tokenizer.json or Llama 3's tokenizer.model; assets/tokenizer has a small one"
+REMEDY = "Name a folder with tokenizer.json or Llama 3's tokenizer.model; assets/tokenizer contains a small tokenizer"
 
 compose = partial(unicodedata.normalize, "NFC")
 
@@ -51,7 +51,7 @@ LLAMA3_PATTERN = "|".join(
         r"\s+",
     ]
 )
-# Special tokens of Llama 3.1. Their ids follow the ids of all other tokens
+# Special tokens of Llama 3.1. The ids of special tokens follow the ids of all other tokens
 SPECIAL = ["begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1"]
 SPECIAL += (
     "finetune_right_pad_id step_id start_header_id end_header_id eom_id eot_id python_tag".split()
@@ -81,7 +81,8 @@ class Tokenizer:
 
     path: Path  # path of the file, or "bytes"
     fingerprint: str  # hash of the tokenizer: equal hashes give equal ids
-    bos_id: int | None  # first token of every document, unless None
+    # id of the first token of every document; None if documents have no such token
+    bos_id: int | None
     eos_id: int  # last token of every document
     special: dict[str, int]  # name -> id of special tokens, which never come from plain text
     bytes_of_id: dict[int, bytes]  # id -> text of the token; for a special token, its name
