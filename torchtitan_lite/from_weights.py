@@ -74,7 +74,7 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> None:
         given.config = replace(config, model=replace(config.model, name=name, row=row))
     given.notices += weights.notices
     initial = section.initial_load_path
-    # initial_load_path took effect at the first start, so use the value of that start
+    # initial_load_path took effect at the first start, so use its value in the config of that start
     if weights.is_resumed:
         initial = weights.manifest.run["config"]["checkpoint"].get("initial_load_path")
     if not (weights.published or (initial and section.initial_load_model_only)):

@@ -79,7 +79,7 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
     if run.balance:
         expert_loads = run.balance.update(applied)  # all-reduces layers x (experts + 1) x 8 bytes
     for follow_up in run.after_update:
-        follow_up()  # with precomputed float8 scales: all-reduces one float per weight
+        follow_up()  # if float8 scales are precomputed, all-reduces one float per float8 weight
     run.lr_scheduler.step()
     if copy_random_state() != random_state:
         raise UserError(RANDOM)

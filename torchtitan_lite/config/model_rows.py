@@ -125,7 +125,8 @@ class ModuleRow:
         experts     split over ep, not over tp                parallel/expert_parallel.py
     """
 
-    name: str  # FQN inside the block, or in the model; for experts, the FQN of the parameter
+    # FQN relative to the block, or to the model if the module is outside the blocks; for experts, FQN of the parameter
+    name: str
     kind: str  # a key of TP_STYLES
     weight: tuple[int, ...]
     tp_style: str
