@@ -1,4 +1,4 @@
-"""Compare a config with the run that saved the checkpoint to continue from. Needs no torch.
+"""Compare the config of a run with the checkpoint that the run continues from. Needs no torch.
 
 config/schema.py has the rule of each key. If the value of a key has changed, the rule says what happens: "refuse" stops
 the run, "note" prints both values, and "free" prints nothing. preflight compares the sizes of the model and the
@@ -19,7 +19,7 @@ from torchtitan_lite.config.schema import Config, LRScheduler, get_value
 
 
 def find_resume_rule(key: str) -> Literal["refuse", "note", "free"]:
-    """Return the rule that applies if the value of this key has changed since the checkpoint."""
+    """Return the rule for a key whose value has changed since the checkpoint was saved."""
     section, _, name = key.rpartition(".")
     fields = type(get_value(Config(), section)).__dataclass_fields__
     return fields[name].metadata.get("resume", "free")
@@ -29,7 +29,8 @@ def list_different(config: Config, manifest: Manifest) -> dict[str, tuple[object
     """Return key -> (value in the run that saved the checkpoint, value in this config) for all values that differ."""
     different = {}
     saved = dict(flatten_table(manifest.run["config"]))
-    if saved.get("training.data_seed") is None:  # older versions had no separate seed for data
+    # older versions of this code had no separate seed for data
+    if saved.get("training.data_seed") is None:
         saved["training.data_seed"] = saved["debug.seed"]
     values = dict(flatten_table(asdict(config)))
     for key in KEYS:
@@ -46,7 +47,7 @@ def list_different(config: Config, manifest: Manifest) -> dict[str, tuple[object
 
 
 def check_continued(problems: Problems, weights: Weights, documents: dict[str, str]) -> None:
-    """Add problems and notices about the differences between a resolved config and the run to continue.
+    """Compare a resolved config with the run that saved `weights`, and add problems and notices to `problems`.
 
     `documents`: name of a corpus -> current fingerprint of its documents.
     """

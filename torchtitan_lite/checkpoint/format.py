@@ -60,7 +60,7 @@ class Split(NamedTuple):
 
 
 class TensorRecord(NamedTuple):
-    """One line of the manifest: describes a tensor."""
+    """A line of the manifest, which describes a tensor."""
 
     dtype: str  # as torch spells it, such as "float32"
     shape: Sequence[int]
@@ -134,7 +134,8 @@ class DamagedCheckpoint(CheckpointError):
 class Manifest:
     step: int
     fingerprint: dict[str, object]  # must match on resume: documents, tokenizer, model_args
-    run: dict[str, object]  # config, layout, launch; for exports: the published config.json
+    # config, layout and launch of the run; for exports, also config.json of the initial weights
+    run: dict[str, object]
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     mesh: Degrees = field(default_factory=dict)  # mesh degrees of the run that saved it
     host: list[int] | None = None  # in a snapshot: the ranks of the host that wrote it
@@ -183,7 +184,7 @@ def flush_and_hash(path: Path) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest, hashes: Mapping[str, str]) -> None:
-    """Write the manifest and the checksums. `hashes` maps each file except these two to its hash."""
+    """Write the manifest and the file of checksums. `hashes` maps every other file to its hash."""
     content = json.dumps(vars(manifest)).encode()
     hashes = {**hashes, MANIFEST: write_file(folder / MANIFEST, content)}
     lines = [f"{digest}  {name}\n" for name, digest in sorted(hashes.items())]

@@ -6,8 +6,8 @@
 A rank opens only the files that contain its shards, and the files whose hashes it checks.
 
 A load succeeds only if every hash matches. If the newest state is damaged, an older state is loaded. resume.py lists
-the states that a run may resume from. If one rank fails, all ranks raise its error (`raise_on_all_ranks`). If only one
-rank raised it, the other ranks would wait in their next collective, and report a time-out minutes later.
+the states that a run may resume from. If one rank fails, all ranks raise its error (`raise_on_all_ranks`). If only the
+failed rank raised the error, the other ranks would wait in their next collective, and report a time-out minutes later.
 """
 
 import logging
@@ -91,8 +91,8 @@ def open_tensors(path: Path) -> safe_open:
 def load_checkpoint(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> None:
     """Load this rank's shards `tensors` in-place. No communication.
 
-    Raises CheckpointError if the checkpoint lacks a tensor or has it in another shape than this run, and
-    DamagedCheckpoint if a file cannot be read. After an error, the values of `tensors` are undefined.
+    Raises CheckpointError if a tensor is not in the checkpoint or has a different shape there, and DamagedCheckpoint if
+    a file cannot be read. After an error, the values of `tensors` are undefined.
     """
     for name, tensor in tensors.items():
         stored = name if name in checkpoint.manifest.tensors else name.replace(*OLD_NAME)
@@ -106,8 +106,8 @@ def load_checkpoint(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> N
                 f"but {found} in the checkpoint. If the model, the optimizer or an extension has changed, undo that, "
                 "or start another run from its weights: checkpoint.initial_load_path"
             )
-        # Otherwise, the tensor is the history of the spike filter, and the run that saved the checkpoint had no filter,
-        # or a filter with another window. The filter of this run then starts without a history.
+        # Otherwise, the tensor is the history of the spike filter. The run that saved the checkpoint had no filter, or
+        # its filter had a different window. In both cases, the filter of this run starts without a history.
 
 
 # ---------------------------------------------------------------- all ranks
@@ -151,7 +151,7 @@ def load_newest(
     """
     reasons = []
     for saved in found:
-        # The ranks hash all files before any rank reads. Each rank hashes one part of the files.
+        # The ranks hash all files before any rank reads a tensor. Each rank hashes one part of the files.
         part = (saved.ranks.rank(), saved.ranks.size())
         try:
             checkpoint = raise_on_all_ranks(group, partial(OpenCheckpoint, saved.path, *part))

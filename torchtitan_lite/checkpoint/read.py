@@ -44,7 +44,7 @@ class Slice(NamedTuple):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of the checkpoint `folder`. Opens only the manifest and the checksums.
+    """Read the manifest of the checkpoint `folder`. Opens only the manifest and the file of checksums.
 
     Raises DamagedCheckpoint if one of these files is missing or has changed, and CheckpointError if this process cannot
     read it.

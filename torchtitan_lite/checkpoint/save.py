@@ -11,8 +11,8 @@ initial weights on any layout.
 
 format.py determines which rank writes which slice; a slice that several ranks have is written once. The ranks of a
 pipeline stage divide the lines of the manifest among themselves. Rank 0 gathers the lines, and the hash of each file.
-The gather pads every message to the length of the longest message, which is about 300 bytes if a pipeline stage has
-more ranks than tensors.
+The gather pads every message to the length of the longest message. If a pipeline stage has more ranks than tensors,
+this length is about 300 bytes.
 
 If ranks fail, every rank raises the error of the lowest rank that failed. Files use the format of torch's
 HuggingFaceStorageWriter(save_distributed=True), so torch's HuggingFaceStorageReader opens them without this package.
@@ -154,7 +154,8 @@ class CheckpointSaver(AbstractContextManager):
     def after_step(self, step: int, *, n_steps: int, is_stopped: bool) -> dict[str, Any]:
         """Save a checkpoint after this step, if a save is due. `is_stopped`: whether a signal ends the run. Collective.
 
-        Returns the path of the checkpoint and the seconds that the ranks waited, or {} if nothing is saved.
+        Returns a dict with the path of the checkpoint and the seconds that the ranks waited. The dict is empty if
+        nothing is saved.
         """
         is_first = step == 1 and self.section.enable_first_step_checkpoint
         is_due = is_stopped or is_first or step == n_steps or step % self.section.interval == 0
@@ -253,7 +254,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 
 
 def name_weights(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters by their names in a checkpoint."""
+    """Return the parameters, keyed by their names in a checkpoint."""
     return {f"model.{fqn}": parameter.detach() for fqn, parameter in parameters.items()}
 
 
@@ -273,7 +274,7 @@ def describe_run(
 ) -> dict[str, object]:
     """Return the field `run` of a manifest.
 
-    `published` has config.json and generation_config.json of the initial weights.
+    `published`: file name -> content, for config.json and generation_config.json of the initial weights.
     """
     return {
         "config": asdict(config),

@@ -52,7 +52,8 @@ class Weights:
     published: dict[str, dict]
     manifest: Manifest | None = None  # None for a Hugging Face folder
     is_resumed: bool = False  # the checkpoint is in the dump folder
-    # one line for each ignored setting of config.json, and for each newer checkpoint that cannot be read
+    # one line for each ignored setting of config.json, and for each checkpoint that is newer than this one but cannot
+    # be read
     notices: tuple[str, ...] = ()
 
 
@@ -114,7 +115,7 @@ def check_went_on(section: Checkpoint, folder: Path, steps: list[int]) -> None:
                 saved = read_manifest(folder / f"step-{later}").run["config"]
                 if saved["checkpoint"]["load_step"] == step:
                     return
-    why = f"the run has checkpoints of the steps {steps}, and only resumes from the last one unless load_only is set"
+    why = f"the run has checkpoints of steps {steps}, and resumes only from the last step unless load_only is set"
     remedy = "Leave it out to start from the beginning"
     if steps:
         remedy = f"Use {steps if section.load_only else steps[-1:]}"
@@ -152,10 +153,11 @@ def find_initial(config: Config) -> Weights:
 
 
 def check_loaded_model(problems: Problems, weights: Weights) -> None:
-    """Check that a run of this model can use the weights. Add the problems found, and a notice if the models differ.
+    """Check that a run of this model can use the weights.
 
-    If the run also loads the optimizer state, its model must equal the model of the weights. Otherwise, only the shapes
-    and the meaning of the tensors must be equal.
+    Adds problems to `problems`, and a notice if the two models differ. If the run also loads the optimizer state, its
+    model must equal the model of the weights. Otherwise, the two models may differ in settings that change neither the
+    shape nor the meaning of a tensor.
     """
     model_args = problems.model_args
     config = problems.config

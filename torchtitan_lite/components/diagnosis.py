@@ -88,7 +88,7 @@ def is_finite(tree: object) -> bool:
 
 
 def explain_out_of_memory(error: Exception, dump_folder: Path, n_ranks: int) -> None:
-    """Add the command that plans the memory of this run to an out-of-memory error."""
+    """Extend the message of an out-of-memory error with the command that plans the memory of this run."""
     if is_out_of_memory(error):
         config_file = shlex.quote(f"{dump_folder}/config.toml")
         plan = name_command(f"plan --gpus {n_ranks} --config {config_file}")

@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 def drop_later_steps(path: Path, last_step: int) -> None:
     """Drop from metrics.jsonl all records after `last_step`, and an incomplete last line.
 
-    If no record of a step remains, the new run starts from the beginning. The old file is then kept as metrics-N.jsonl.
+    If no record of a step would remain, the new run starts from the beginning. In that case, the old file is renamed to
+    metrics-N.jsonl, with all its records.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     kept = ""

@@ -14,8 +14,8 @@ tokens, even tokens whose target is ignored.
 The bias is the same on every rank and on every layout, because the loads are integers, counted without rounding over
 the global batch. Checkpoints contain the bias. If the gradients of a step are not finite, the bias does not change.
 
-Sources: bias arXiv:2408.15664; auxiliary loss: DeepSeek-V3 arXiv:2412.19437, eq. 17 to 20, but f is computed from the
-routes actually taken, whereas DeepSeek-V3 computes f without the bias; z-loss: ST-MoE arXiv:2202.08906, eq. 5.
+Sources: bias arXiv:2408.15664; z-loss: ST-MoE arXiv:2202.08906, eq. 5; auxiliary loss: DeepSeek-V3 arXiv:2412.19437,
+eq. 17 to 20. Here, f counts the routes actually taken, but DeepSeek-V3 computes f without the bias.
 """
 
 import logging
@@ -118,7 +118,7 @@ class ExpertBalance:
         return loads
 
     def describe(self, step: int, loads: Tensor) -> dict[str, Any]:
-        """Return record fields that describe `loads`, the result of `update`. Waits for the device.
+        """Return the fields of a metrics record that describe `loads`, the result of `update`. Waits for the device.
 
         Warn after STEPS_TO_WARN consecutive logged steps with collapsed experts.
         """
@@ -136,8 +136,8 @@ class ExpertBalance:
 
 
 def is_recomputed() -> bool:
-    """Return whether this forward pass is a recompute in backward. The original forward has already counted the routes
-    of a recompute."""
+    """Return whether this forward pass is a recompute in backward. A recompute repeats routes that the original forward
+    has already counted."""
     return torch._C._current_graph_task_id() != -1
 
 

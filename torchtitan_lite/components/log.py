@@ -71,7 +71,7 @@ def start_logging(rank: int, dump_folder: Path | None) -> None:
     """
     package = logging.getLogger("torchtitan_lite")
     package.setLevel(IN_FILE)
-    # With propagation, every line would be printed twice if a library configures the root logger.
+    # If a library configures the root logger, propagation would print every line twice.
     package.propagate = False
     screen = sys.stdout if rank == 0 else sys.stderr
     console = LineHandler("the console", screen, rank, "%H:%M:%S")

@@ -27,7 +27,8 @@ def build_optimizer(
     """Build one optimizer for all parameters (FQN -> tensor). `dtype`: the compute dtype of Muon; all other optimizers
     ignore it.
 
-    Parameter groups contain the keys of all optimizers. Each optimizer ignores the keys that it does not use.
+    Every parameter group contains the options of all optimizers. Each optimizer ignores the options that it does not
+    use.
     """
     row = OPTIMIZERS[section.name]
     builder = find_code(row.extension, section.name, "torch.optim")
@@ -37,7 +38,7 @@ def build_optimizer(
     # Each group in optimizer.groups becomes one parameter group per mesh, because torch's kernels require that all
     # DTensors have the same mesh. Experts have a second mesh.
     groups: dict[tuple, dict] = {}
-    factors = ParameterGroup("")  # the default: both factors are 1
+    factors = ParameterGroup("")  # by default, the factors of lr and weight_decay are 1
     for fqn, parameter in parameters.items():
         if section.groups:
             factors = load_extension("parameter_groups").find_group(section.groups, fqn)
@@ -109,8 +110,9 @@ def update_weights(
 
     Otherwise gradients, weights and moments do not change. `max_norm` 0 turns clipping off. Returns whether the step
     was applied, () bool on the device.
-    Fused kernels read the scale and the flag on the device (as with torch.amp.GradScaler), and clip during the update.
-    Other optimizers need an extra pass over the gradients and one host-device synchronization per step.
+    Fused kernels clip during the update. They read the divisor of the gradients, and the flag that skips the step, on
+    the device (as with torch.amp.GradScaler). Other optimizers need an extra pass over the gradients and one
+    host-device synchronization per step.
     """
     applied = grad_norm.isfinite()
     if is_spike is not None:

@@ -39,9 +39,9 @@ def profile_steps(
 ) -> Iterator[Callable]:
     """Context manager that profiles the training loop. Yields a function to call at the end of each step.
 
-    `resumed_step` is the step that the run resumed from: file names contain the step number of the whole run. If the
-    loop ends in the middle of a period, no trace is written. If memory runs out, a snapshot is written immediately. If
-    a file cannot be written, the run logs the error once and continues.
+    `resumed_step` is the step that the run resumed from. Step numbers in file names include the steps before the
+    resume. If the loop ends in the middle of a period, no trace is written. If memory runs out, a snapshot is written
+    immediately. If a file cannot be written, the run logs the error once and continues.
     """
     step = resumed_step
     memory = torch.cuda.memory
@@ -111,7 +111,7 @@ def export_whole(path: Path, export: Callable[[str], object], last_byte: bytes) 
                 file.seek(-1, os.SEEK_END)
                 end = file.read()
         if end != last_byte:
-            why = "torch has written only a part of the trace, as on a full disk"
+            why = "torch has written only a part of the trace, for example because the disk is full"
             raise OSError(errno.EIO, why, str(path))
     except OSError:
         for unfinished in path.parent.glob(f"{path.name}*"):

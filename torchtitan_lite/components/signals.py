@@ -1,5 +1,6 @@
-"""Stop all ranks after the same step if any rank gets a signal: Ctrl-C, scancel, preemption, a notice of a spot
-instance, a closed terminal.
+"""Stop all ranks after the same step if any rank gets a signal.
+
+Signals come from Ctrl-C, scancel, preemption, the notice of a spot instance, or a closed terminal.
 
     rank that gets a signal   step s - 1 ... | forward, backward | all-reduce | update | save, end
                               stores it                            sends it
@@ -125,7 +126,7 @@ class StopFlag:
 
 
 def describe_signal(status: int) -> str:
-    """Describe the exit status 128 + number of a run that a signal has stopped."""
+    """Describe the exit status of a run that a signal has stopped. The status is 128 + signal number."""
     return f"stopped by {signal.Signals(status - 128).name}"
 
 
@@ -134,7 +135,7 @@ def write_ending(status: int, message: str, details: str = "") -> bool:
     of this host to end.
 
     `status`: exit status of the run. `message`: one line, which torchrun also reads. `details`: a traceback. Only the
-    first call in a process writes.
+    first call in a process writes the file.
     """
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not name:

@@ -8,7 +8,8 @@
 
 A model with windows or sinks uses extensions/windowed_attention.py in all layers, for both kinds of attention.
 
-To add a kind, add a row in config/choices.py. The row has a `window`, or it names a file in extensions/ with the code.
+To add a kind, add a row to ATTENTIONS in config/choices.py. The row must have a `window`, or name the file in
+extensions/ that contains the code.
 
 Legend: B batch, S sequence, E head dim.
 """
@@ -68,7 +69,7 @@ def avoids_cudnn(key: Tensor) -> bool:
     """Return whether cuDNN's attention may be wrong for this rank's keys (B, kv heads, S, E).
 
     On B200 GPUs, Qwen2.5 with 2 or 4 key/value heads gave wrong outputs; a Llama with 4 heads of size 64 did not
-    (pytorch issue 193893, open in August 2026; the cause is unknown). This function was never run on such a GPU.
+    (pytorch issue 193893, open in August 2026; the cause is unknown). This function has never been run on a B200 GPU.
     """
     few = key.is_cuda and key.shape[1] < SAFE_KV_HEADS
     return few and torch.cuda.get_device_capability(key.device)[0] == 10

@@ -24,14 +24,14 @@ class Batch:
     """Rows of a global batch. Fields are (B, S) int64; extra fields are (B, S, ...) of any dtype."""
 
     tokens: Tensor
-    targets: Tensor  # the next token, or IGNORE_INDEX for no loss
-    positions: Tensor  # position of each token in its row, or in its document
-    doc_ids: Tensor  # index of each token's document in its row; the first document of a row is 0
+    targets: Tensor  # the next token, or IGNORE_INDEX, which the loss ignores
+    positions: Tensor  # in the document with document attention, otherwise in the row
+    doc_ids: Tensor  # index, within a row, of the document that contains the token; 0 is the first document
     # extra fields, passed to the model and to the loss (loss.py) as keyword arguments
     extra: dict[str, Tensor] = field(default_factory=dict)
 
     def with_fields(self, fields: "Fields") -> "Batch":
-        """Add fields, each computed from this batch.
+        """Return a copy of this batch with extra fields, which the functions in `fields` compute from this batch.
 
         Raises UserError if a field is not (B, S, ...), or has the name of a standard field.
         """

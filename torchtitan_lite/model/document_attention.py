@@ -2,12 +2,12 @@
 
 On a CPU, document attention uses an explicit mask (B, 1, queries, keys), which is simple but slow. On CUDA, document
 attention uses compiled flex attention, which skips every block of 128 x 128 query-key pairs in which all pairs are
-masked. The model computes the mask or the BlockMask once per batch, before the first layer. On CUDA, the search for
-blocks is compiled too, so no mask of queries x keys is stored.
+masked. The model computes the mask or the BlockMask once per batch, before the first layer. On CUDA, the code that
+computes the BlockMask is compiled too, so no mask of queries x keys is stored.
 
 Queries and keys may be any part of the sequence in any order, because under context parallel a rank has only some of
-the queries. The CUDA path was never run on a GPU; on a CPU, tests check its blocks, its outputs, and that it compiles
-without a graph break.
+the queries. The CUDA path has never been run on a GPU. Tests on a CPU check its blocks, its outputs, and its
+compilation without graph breaks.
 
 Legend: B batch, S sequence, Q and K queries and keys of one call, E head dim.
 Sources: documents in a batch: Llama 3, arXiv:2407.21783; FlexAttention arXiv:2412.05496.

@@ -10,8 +10,8 @@ all logits: it computes the projection and the loss for one chunk of tokens at a
 
 Forward already computes the gradient of the summed loss, while it has the logits. Backward only multiplies this
 gradient by the gradient of the loss, a scalar. torch's cross entropy would store several tensors of N x V values, 4 GiB
-each in fp32 for 8,192 tokens of Llama 3. This loss stores n x V values, and grad_weight in fp32. loss.py has the
-formula. With TP, parallel/tensor_parallel.py gives the head its shard of the vocabulary.
+each in fp32 for 8,192 tokens of Llama 3. This head stores only the n x V values of one chunk, and grad_weight in fp32.
+loss.py has the formula. With TP, parallel/tensor_parallel.py gives the head its shard of the vocabulary.
 
 Legend: B batch, S sequence, N = B*S tokens, n tokens of a chunk, D model dim, V vocabulary.
 """
@@ -75,7 +75,7 @@ class Head(nn.Linear):
     def differentiate(
         self, logits: Tensor, targets: Tensor, fields: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return the sum of the losses of targets (n,), () fp32, and its gradient with respect to the logits, (n, V).
+        """Return the summed loss of targets (n,), a () fp32 tensor, and its gradient with respect to logits (n, V).
 
         May overwrite the logits.
         """

@@ -44,7 +44,7 @@ class Vocabulary:
         return own[None]
 
     def find(self, targets: Tensor, n_columns: int) -> tuple[Tensor, Tensor]:
-        """Return the column of each target (n,) in this shard, and whether this shard has it, (n, 1) each."""
+        """Return the column of each target (n,) in this shard, and a mask of the targets in this shard, (n, 1) each."""
         column = (targets - self.shard * n_columns)[:, None]
         # False for IGNORE_INDEX, which is negative
         is_here = (column >= 0) & (column < n_columns)
@@ -66,7 +66,7 @@ class Vocabulary:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Return minus the log-probability of each target, (n,)."""
+    """Return the negative log-probability of each target, (n,)."""
     return vocabulary.logsumexp(logits) - vocabulary.target_logit(logits, targets)
 
 
@@ -81,7 +81,7 @@ def differentiate_formula(
     targets: Tensor,
     fields: dict[str, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of the losses of targets (n,), () fp32, and its gradient with respect to logits (n, V/tp)."""
+    """Return the summed loss of targets (n,), a () fp32 tensor, and its gradient with respect to logits (n, V/tp)."""
     leaf = logits.detach().requires_grad_()
     with torch.enable_grad():
         losses = token_losses(leaf, targets, **fields)

@@ -158,8 +158,8 @@ def sort_rows(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
 class PermuteRows(torch.autograd.Function):
     """Copy each row of x (R / n_copies, D) `n_copies` times, in any order. Returns x[sources], (R, D).
 
-    `inverse` has the index of each copy in the result. The backward of `x[sources]` would add the gradients of the
-    copies of a row one by one.
+    `inverse` lists the copies in the order of the rows of x, and gives the index of each copy in the result. The
+    backward of `x[sources]` would add the gradients of the copies of a row one by one.
     """
 
     @staticmethod

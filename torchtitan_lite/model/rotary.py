@@ -119,7 +119,7 @@ def join_pairs(even: Tensor, odd: Tensor, dtype: torch.dtype) -> Tensor:
         low = even.bfloat16().view(torch.int16).int() & 0xFFFF
         high = odd.bfloat16().view(torch.int16).int() << 16
         return (low | high).view(torch.bfloat16)
-    # Cast before flattening: with torch 2.11, casting the result to the dtype it already has compiles to a wrong
+    # Cast before flattening. If the cast came last and did not change the dtype, torch 2.11 would compile a wrong
     # gradient.
     pairs = torch.stack((even, odd), dim=-1).to(dtype)
     return pairs.flatten(-2)

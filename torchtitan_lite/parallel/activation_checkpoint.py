@@ -50,8 +50,8 @@ KEPT_OPS = [  # outputs worth saving: expensive to compute, or received from oth
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
-    aten.amax.default,  # for float8 scales: saves one number, whereas recompute would read the full tensor
-    # routes of an MoE layer: small, and recomputed routes could differ
+    aten.amax.default,  # for float8 scales: its output is one number, but recompute would read the full tensor
+    # topk chooses the routes of an MoE layer, which are small. Recomputed routes could differ from the original routes
     aten.topk.default,
     torch.ops.higher_order.flex_attention,  # inside a compiled block
     torch.ops.higher_order.inductor_compiled_code,  # flex attention in an eager block
@@ -135,8 +135,8 @@ def apply_recompute(module: nn.Module, method: str, context_fn: Callable = noop_
 
 
 def save_expensive_outputs():
-    """Return contexts for `checkpoint` that save KEPT_OPS. This function is not a partial of
-    create_selective_checkpoint_contexts, because torch.compile would trace the list inside a partial."""
+    """Return contexts for `checkpoint` that save the outputs of KEPT_OPS. This function is not a functools.partial,
+    because torch.compile would trace the list inside the partial."""
     # save the outputs of the extensions' operators, because these operators communicate
     own = torch.ops.torchtitan_lite
     return create_selective_checkpoint_contexts(KEPT_OPS + [getattr(own, op).default for op in own])

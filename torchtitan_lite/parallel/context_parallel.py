@@ -18,15 +18,16 @@ attention needs per rank is proportional to 1/n. Causal attention has its own op
 half.
 
 Attention with documents, windows or sinks all-gathers keys and values, and applies a mask. The all-gathers move
-P(n-1)/n bytes, where P = 2*B*K*S*E*2 bytes in bf16. The reduce-scatters of backward move the same number of bytes. The
-all-gathered keys and values are saved for backward. With recompute (any mode except "none"), the keys and values are
-all-gathered again instead.
+P(n-1)/n bytes, where P = 2*B*K*S*E*2 bytes in bf16. The reduce-scatters of backward move as many bytes as these
+all-gathers. Without recompute (mode "none"), the all-gathered keys and values are saved for backward. With recompute
+(any other mode), backward all-gathers the keys and values again.
 
 Legend: B batch, S full sequence over n ranks, D model dim, H query heads, K key/value heads, E head dim.
-Sources: ring arXiv:2310.01889; zig-zag: Llama 3 arXiv:2407.21783; another order with equal work: arXiv:2311.09431.
+Sources: ring arXiv:2310.01889; zig-zag: Llama 3 arXiv:2407.21783; striped order, also with equal work:
+arXiv:2311.09431.
 Effect: replaces `attention.inner` of each block if it is causal. Any other attention becomes a subclass that first
-all-gathers keys and values, and computes its mask from `positions`. To allow this for a fork's attention, set
-`under_cp` in its row. FQNs do not change.
+all-gathers keys and values, and computes its mask from `positions`. To allow this for the attention of a fork, set
+`under_cp` in the row that the fork adds to ATTENTIONS. FQNs do not change.
 """
 
 from functools import cache
@@ -80,8 +81,8 @@ def apply_context_parallel(
     """Let the attention of each block fetch keys and values over cp.
 
     `attention` is model.attention; `method` is context_parallel_rotate_method. Before launch, `check_context_parallel`
-    in config/settings.py reports unsupported pairs. Raises UserError if the model has custom attention, which this
-    function cannot change.
+    in config/settings.py reports combinations of these two that are not supported. Raises UserError if the model has
+    custom attention, which this function cannot change.
     """
     with torch.device("meta"):
         expected = type(build_attention(attention, part.model_args, layer=0))

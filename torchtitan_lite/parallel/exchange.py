@@ -34,7 +34,7 @@ collectives = torch.ops._c10d_functional
 
 
 class Ranks(NamedTuple):
-    """The ranks of a mesh dim, in the form that collectives need."""
+    """Index of this rank on a mesh dim, number of ranks on this dim, and name of their process group."""
 
     own: int
     n: int
@@ -120,7 +120,8 @@ class Gather(torch.autograd.Function):
 
 
 class GatherEqually(torch.autograd.Function):
-    """All-gathers (...) -> (tp, ...). All ranks must use the result in the same way, or their gradients differ."""
+    """All-gathers (...) -> (tp, ...). Backward does not communicate, so all ranks must apply the same computation to
+    the result."""
 
     @staticmethod
     def forward(ctx, own: Tensor, ranks: Ranks) -> Tensor:

@@ -19,10 +19,11 @@ microbatches, each block runs this many collectives per step:
 
 The optimizer state is always sharded. Under PP, torch's pipeline runtime reduces gradients once per step; with ZeRO
 stage 3, parameters are resharded after each forward, but not after each backward. The head stays unsharded from its
-forward to its backward. An embedding is all-gathered in forward only, unless it is tied to the head. In fp32 with ZeRO
-stage 1 under PP, a part is a single group (gathers_whole_parts in config/layout.py). If nothing is sharded, ZeRO stage
-1 avoids copying the gradients of each microbatch. However, at the end of the step, the caching allocator reserves
-memory for the gradients twice, once for each CUDA stream: 162 GiB instead of 135 for Llama 3.1 8B on one GPU.
+forward to its backward. An embedding is all-gathered in forward only, unless it is tied to the head. Under PP, with
+fp32 and ZeRO stage 1, each model part is a single FSDP group (gathers_whole_parts in config/layout.py). If nothing is
+sharded, ZeRO stage 1 avoids copying the gradients of each microbatch. However, at the end of the step, the caching
+allocator reserves memory for the gradients twice, once for each CUDA stream: 162 GiB instead of 135 for Llama 3.1 8B on
+one GPU.
 
 A 2-D mesh (replicate, shard) adds one all-reduce of the local shard's gradients over `replicate` per block and step
 (HSDP). With a shard dim of size 1, this is plain data parallel (DDP).
@@ -34,12 +35,12 @@ clipped on the host, with collectives on CPU tensors, so the process groups use 
 With TP, the rows of wq are split twice: tp rank t has block t of the rows, and dp rank s has slice s of this block.
 DTensor prints the data-parallel dim as `_StridedShard`, because the mesh order is (shard, tp), but tp splits first.
 
-An MoE layer is a separate group, over efsdp (expert_parallel.py), all-gathered with its block.
+An MoE layer is a separate FSDP group over efsdp (expert_parallel.py), which is prefetched before its block computes.
 
 Sources: ZeRO arXiv:1910.02054; FSDP arXiv:2304.11277; HSDP: MiCS arXiv:2205.00119.
-Effect: parameters are DTensors over fsdp_mesh (x tp); FQNs do not change. FSDP is applied even if nothing is sharded,
-so that all layouts use the same mixed precision. The only exception is a pipeline stage that runs on a single rank and
-computes in fp32.
+Effect: parameters are DTensors over fsdp_mesh, and also over tp if TP shards them; FQNs do not change. FSDP is applied
+even if nothing is sharded, so that all layouts use the same mixed precision. The only exception is a pipeline stage
+that runs on a single rank and computes in fp32.
 """
 
 from collections.abc import Iterator
@@ -136,9 +137,9 @@ def gather_plain(part: nn.Module) -> None:
     """Make FSDP unshard TP and EP parameters to plain tensors, not to DTensors. A module then reads its rank's shard
     over tp or ep.
 
-    With DTensors, each read, gradient and sum would take additional time on the host. Sharded parameters stay DTensors
-    over both meshes. If tp or ep shards a parameter, its gradient is complete; if a parameter is replicated, its
-    gradient covers only this rank's tokens.
+    With DTensors, each read of a parameter, each gradient and each sum of gradients would take additional host time.
+    Sharded parameters stay DTensors over both meshes. If tp or ep shards a parameter, its gradient is complete; if a
+    parameter is replicated, its gradient covers only this rank's tokens.
     """
     for _, group in list_fsdp_groups(part):
         for parameter in group.fsdp_params:
@@ -161,8 +162,8 @@ def list_fsdp_modules(part: nn.Module) -> list[FSDPModule]:
 
 
 def prepare_microbatch(part: nn.Module, *, zero_stage: int, is_last: bool) -> None:
-    """Set which tensors FSDP reshards and reduces in the backward pass of a microbatch. Under PP, torch's pipeline
-    runtime makes this choice."""
+    """Set whether FSDP reshards parameters and reduces gradients in the backward pass of a microbatch. Under PP,
+    torch's pipeline runtime decides this."""
     if not isinstance(part, FSDPModule):
         return  # on a single rank, nothing is sharded
     part.set_reshard_after_backward(is_last or zero_stage == 3)
@@ -175,9 +176,9 @@ def accumulate_weight_gradients(part: nn.Module) -> None:
     """Add the weight gradients of a split backward to FSDP's accumulated gradients, which are in fp32 (the reduce
     dtype).
 
-    Call this function after the weight half of a split backward. FSDP adds gradients to its sums in hooks on the
-    gradients of inputs, and the weight half does not call these hooks. Without this function, torch 2.13 would sum
-    these gradients in the compute dtype until the next hook. No communication.
+    Call this function after the weight half of a split backward. FSDP accumulates gradients in hooks on the gradients
+    of module inputs, but the weight half does not call these hooks. Without this function, torch 2.13 would sum these
+    gradients in the compute dtype until the next hook. No communication.
     """
     for _, group in list_fsdp_groups(part):
         for parameter in group.fsdp_params:
@@ -200,12 +201,12 @@ def free_gathered(part: nn.Module) -> None:
     """Reshard parameters that stayed unsharded after a forward without backward. The next forward all-gathers them
     again.
 
-    Also clears the order of groups that FSDP recorded in this forward, because otherwise the next backward would
-    prefetch a group that it does not need.
+    Also clears the order of groups that FSDP recorded in this forward. Otherwise, the next backward would prefetch a
+    group needlessly.
     """
     if isinstance(part, FSDPModule) and hasattr(part, "reset_iter_state"):
         part.reset_iter_state()
         return
-    # older versions of torch cannot clear the order, and prefetch that group
+    # older versions of torch cannot clear the order, so they prefetch a group needlessly
     for module in list_fsdp_modules(part):
         module.reshard()

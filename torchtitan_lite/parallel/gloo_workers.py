@@ -32,7 +32,7 @@ def limit_gloo_workers() -> None:
     else:
         logger.warning(
             "this torch has no ProcessGroupGloo._Options._threads, so gloo groups keep two worker threads: a rank "
-            "on CPUs may die of SIGSEGV. Use a torch from 2.11 to 2.15"
+            "on CPUs may die of SIGSEGV. Use torch 2.11 to 2.15"
         )
 
 
@@ -45,7 +45,7 @@ def start_with_one_worker(
     timeout: timedelta,
     **settings: object,
 ) -> None:
-    """Replace ProcessGroupGloo.__init__. Only the number of worker threads differs from the original."""
+    """Replace ProcessGroupGloo.__init__. The only change is the number of worker threads, which is 1."""
     options = ProcessGroupGloo._Options()
     options._threads = 1
     options._timeout = timeout

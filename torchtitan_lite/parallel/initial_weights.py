@@ -42,8 +42,8 @@ def initialize_weights(part: nn.Module, seed: int, device: torch.device | None =
 
 
 def fill_tensor(full: Tensor, entry: Parameter, generator: torch.Generator) -> None:
-    """Fill the full tensor of one parameter: 0 for a bias, otherwise normal values with the mean and the standard
-    deviation of its row. A row without a standard deviation, such as a norm, gives a constant.
+    """Fill the full tensor of one parameter with 0 for a bias, otherwise with normal values. `entry.row` has their mean
+    and standard deviation. If the standard deviation is 0, as for a norm, all values are equal to the mean.
 
     Normal values are clamped at three standard deviations; `trunc_normal_` would be slower.
     """

@@ -40,7 +40,8 @@ class Mesh:
     fsdp_mesh: DeviceMesh
     # For fully_shard of the experts: 1-D (efsdp) or 2-D (dp_replicate, efsdp). None if the model has no experts
     expert_fsdp_mesh: DeviceMesh | None
-    ep: DeviceMesh | None  # 1-D: ranks that share the experts of a layer, if any
+    # 1-D: the ranks that share the experts of a layer. None if the model has no experts
+    ep: DeviceMesh | None
 
     def coordinates(self) -> dict[str, int]:
         """Return the coordinate of this rank on each mesh dim."""
@@ -61,7 +62,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         shard = world["cp"]
         if layout.dp_shard > 1:
             shard = world["dp_shard", "cp"]._flatten()
-    # FSDP shards over a 1-D mesh. With a second dim in front, FSDP also replicates, which adds an all-reduce.
+    # On a 1-D mesh, FSDP only shards. On a 2-D mesh, FSDP also replicates over the first dim, which adds an all-reduce.
     fsdp_mesh = shard
     if layout.dp_replicate > 1:
         fsdp_mesh = DeviceMesh._concatenate([world["dp_replicate"], shard])

@@ -86,7 +86,7 @@ def build_schedule(
 class PatchedStage(PipelineStage):
     """A PipelineStage that names its actions in traces, counts microbatches and skips hooks that have nothing to do.
 
-    It also works around three bugs in torch 2.13:
+    This class also works around three bugs in torch 2.13:
 
     split backward    torch sums weight gradients in the compute dtype (fsdp.py)
     forward only      neighboring stages on one rank (V schedules) pass gradients to each other, although there are
@@ -99,8 +99,8 @@ class PatchedStage(PipelineStage):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        # Number of microbatches since the start of the run, and the same number at the start of the current step. Hang
-        # reports compare these numbers between stages.
+        # Number of forwards (F) and backwards (B) of microbatches since the start of the run. n_before has the numbers
+        # at the start of the current step. Hang reports compare these numbers between stages.
         self.n_done = {"F": 0, "B": 0}
         self.n_before = dict(self.n_done)
         self.done_at_s = time.monotonic()

@@ -5,9 +5,9 @@
     HOST_GROUPS          always init_timeout_seconds, because a rank waits for the slowest disk of all ranks
 
 A rank that waits longer than its time-out raises an error. During the first step and the first validation, ranks
-compile, connect and read at different speeds. In later steps, a peer that is many steps late has hung. On CPUs, sends
-and receives of a pipeline keep gloo's default time-out of 30 minutes, because gloo cannot change the time-out of their
-group.
+compile, connect and read at different speeds. In later steps, a peer that is late by the time of many steps has hung.
+On CPUs, sends and receives of a pipeline keep gloo's default time-out of 30 minutes, because gloo cannot change the
+time-out of the group that they use.
 
 Effect: creates the default process group; mesh.py creates all other groups.
 """
@@ -52,11 +52,11 @@ class Place:
     world_size: int
     local_rank: int  # among the ranks of this host
     host_ranks: range  # the ranks of this host
-    restarts: int  # restarts of the job: the maximum over hosts
+    restarts: int  # number of times the job was restarted, the maximum over hosts
 
 
 def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
-    """Return the position of this process, and a key-value store of all ranks for this start of the job. Collective.
+    """Return the position of this process, and the key-value store of this start of the job. Collective.
 
     torchrun counts a restart only on the hosts whose own ranks caused it, and the count of a host that joins late
     starts at 0. Hosts must agree on whether the job has restarted, so they use the largest count. The store must be
@@ -82,10 +82,10 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
         if rank == 0:  # publish the largest value, so that other ranks read only one value
             store.set("restarts", str(max(map(int, store.multi_get(counts)))))
         restarts = int(store.get("restarts"))
-    # On a single host, torchrun's store survives restarts. If it still has this key (without a prefix), NCCL's threads
-    # end the restarted rank within minutes.
+    # On a single host, torchrun's store survives restarts. If the store still contains this key (without a prefix),
+    # NCCL's threads end the restarted rank within minutes.
     store.delete_key(NCCL_FAILED)
-    # The store also still has the addresses of dead ranks. Without a new prefix, a restarted rank may read these
+    # The store also contains the addresses of dead ranks. Without a new prefix, a restarted rank may read these
     # addresses, and fail to connect or wait forever (torch 2.13).
     fresh_store = dist.PrefixStore(f"restart-{restarts}", store)
     place = Place(rank, world_size, local_rank, range(first, first + n_local), restarts)
@@ -95,10 +95,10 @@ def join_job(environment: os._Environ) -> tuple[Place, dist.Store]:
 def start_process(
     place: Place, store: dist.Store, device_type: str, config: Config
 ) -> tuple[torch.device, dist.ProcessGroup]:
-    """Prepare this process and join the job's process group: NCCL on CUDA, gloo on CPU. Collective.
+    """Prepare this process and join the job's process group, which uses NCCL on CUDA and gloo on CPU. Collective.
 
-    `store` is the result of join_job. Returns the device of this process, and the group "host". Offload needs both
-    backends, because its gradient norm is a CPU tensor, which NCCL cannot reduce.
+    `store` is the result of join_job. Returns the device of this process, and the group "host". CPU offload needs both
+    backends, because the gradient norm is then a CPU tensor, which NCCL cannot reduce.
     """
     device = choose_device(place.local_rank, device_type)
     prepare_process(config)
@@ -149,7 +149,7 @@ def prepare_process(config: Config) -> None:
         cache_folder = Path(config.training.cache_folder).absolute()
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder / "compiled")
 
-    # NCCL's flight recorder keeps this number of collectives.
+    # NCCL's flight recorder keeps the last `n_recorded` collectives.
     n_recorded = config.comm.trace_buf_size
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(n_recorded)
     if torch.cuda.is_available():  # NCCL writes the recorded collectives on a time-out
@@ -165,8 +165,9 @@ def prepare_process(config: Config) -> None:
 def connect_late(world_size: int) -> None:
     """In large jobs, let the ranks of a gloo group connect when they first communicate.
 
-    By default, every rank opens n + 3 files for each group of n ranks. With this setting, a rank has 4 open
-    files at first, and about 2 log2(n) later. Rank 0 has n when it gathers (measured with 12 ranks, torch 2.13).
+    By default, every rank opens n + 3 files for each group of n ranks. With this setting, a rank has 4 open files at
+    first, and about 2 log2(n) later. Rank 0 has n open files when it gathers from all ranks (measured with 12 ranks,
+    torch 2.13).
     """
     if world_size >= MANY_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
@@ -198,7 +199,8 @@ def keep_freed_memory() -> None:
 def choose_device(local_rank: int, device_type: str) -> torch.device:
     """Return this process's GPU, or the CPU. `device_type` comes from config/machine.py.
 
-    Raises RuntimeError if the driver and this build of torch disagree: a single rank on the CPU would hang all others.
+    Raises RuntimeError if only one of the driver and torch reports GPUs. A single rank on the CPU would hang all other
+    ranks.
     """
     expects_gpu = device_type == "cuda"
     if torch.cuda.is_available() != expects_gpu:

@@ -13,7 +13,7 @@ Traffic: in forward and in backward, the tp/K ranks of a head exchange keys in o
 Each all-to-all moves P(n-1)/n per rank, where P = B*S*E*2 bytes and n = tp/K. With E = 128 and D = 4096, P is 1/32 of
 the P of the other exchanges in a block (tensor_parallel.py).
 
-Replicated weights would need no exchange in forward. However, each rank would then store all K heads, or FSDP, the
+Replicated weights would need no exchange in forward. However, either each rank would store all K heads, or FSDP, the
 gradient norm and checkpoints would need a second mesh for the ranks of a head.
 """
 

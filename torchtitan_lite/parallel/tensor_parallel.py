@@ -41,9 +41,9 @@ The loss with a sharded vocabulary, for one chunk of n tokens (all tokens if los
 
 Traffic: one all-gather of tp*n*8 bytes per chunk, without overlap.
 
-With parallelism.enable_async_tensor_parallel, inductor splits a matmul and its collective into tp pieces. While one
-piece computes, the next is copied directly from another GPU's memory. This option has never been run, because it needs
-two GPUs.
+With parallelism.enable_async_tensor_parallel, inductor splits a matmul and its collective into tp pieces. While a GPU
+computes one piece, it copies the next piece directly from the memory of another GPU. This option has never been run,
+because it needs two GPUs.
 
 Sources: Megatron-LM arXiv:1909.08053, section 3 for the loss; sequence parallel arXiv:2205.05198.
 Effect: parameters become DTensors; FQNs and the shapes seen by optimizer and checkpoint do not change.
@@ -74,8 +74,8 @@ from torchtitan_lite.parallel.exchange import (
 def plan_tensor_parallel(part: nn.Module, tp: int) -> dict[str, "LocalStyle"]:
     """Return FQN -> style for every module of `part` to which TP over `tp` ranks applies.
 
-    An MoE layer needs no style: it takes this rank's slice of the sequence, and uses a different mesh
-    (expert_parallel.py).
+    An MoE layer needs no style, because it processes only this rank's slice of the sequence. Its experts are sharded
+    over a different mesh (expert_parallel.py).
     """
     modules = dict(part.named_modules())
     plan: dict[str, LocalStyle] = {}
@@ -122,8 +122,8 @@ class LocalStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Shard the parameters and replace `forward`. `parallelize_module` calls this.
 
-        `forward` is a closure, because torch.compile would compile every block separately for a partial, and would
-        fail at the ninth block of a rank.
+        `forward` is a closure. If it were a functools.partial, torch.compile would compile every block separately, and
+        would fail at the ninth block of a rank.
         """
         shard_parameters(module, device_mesh, self.placements)
         ranks = list_ranks(device_mesh)
@@ -170,7 +170,7 @@ class RowwiseParallel(LocalStyle):
 
 
 class SequenceParallel(LocalStyle):
-    """For modules with replicated parameters that process each token or head separately."""
+    """Style of modules that process each token or each head separately. Their parameters are replicated."""
 
     placements = {"weight": Replicate(), "bias": Replicate()}
 
@@ -184,7 +184,8 @@ class GatheredOutput(SequenceParallel):
 
 
 class SplitEmbedding(LocalStyle):
-    """Looks up the ids of this rank's shard, tokens (B, S) -> (B, S/tp, D), and computes the gradient of this shard."""
+    """Looks up only the ids in this rank's shard, tokens (B, S) -> (B, S/tp, D). Backward computes the gradient of the
+    shard."""
 
     placements = {"weight": Shard(0)}
 
@@ -193,7 +194,7 @@ class SplitEmbedding(LocalStyle):
         row = x - ranks.own * n_rows
         is_here = (row >= 0) & (row < n_rows)
         found = super().compute(module, ranks, row.where(is_here, 0))
-        # Only one rank has the row of a token; the other ranks contribute zeros.
+        # Only one rank has the embedding of a token; the other ranks contribute zeros.
         return Scatter.apply(found * is_here[:, :, None], ranks)
 
 
@@ -211,7 +212,8 @@ class SplitHead(PrepareModuleInput):
 
 
 class SplitVocabulary(Vocabulary):
-    """Each rank has the logits of its rows of the weight. A loss exchanges a few numbers per token."""
+    """A vocabulary split over tp: each rank has the logits of its shard of the output weight. A loss exchanges a few
+    numbers per token."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks

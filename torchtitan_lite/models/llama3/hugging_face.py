@@ -60,7 +60,7 @@ SHARED = {
     "num_key_value_heads": ConfigKey(int | None),
     "head_dim": ConfigKey(int),  # if missing: hidden_size / num_attention_heads
     "rms_norm_eps": ConfigKey(float, 1e-6, limits=NOT_NEGATIVE),
-    "hidden_act": ConfigKey(str, only=("silu", "swish")),  # both names mean the same function
+    "hidden_act": ConfigKey(str, only=("silu", "swish")),  # two names of the same function
     "tie_word_embeddings": BOOL,
     "max_position_embeddings": ConfigKey(int, 32768),
     "rope_theta": ConfigKey(float, 1e4, limits=ABOVE_ZERO),
@@ -83,7 +83,7 @@ WINDOW_KEYS = {
     "sliding_window": ConfigKey(int | None, 4096),
     "max_window_layers": ConfigKey(int, 28, limits=NOT_NEGATIVE),
 }
-FAMILIES = {  # model_type -> family; an export uses the first one that fits
+FAMILIES = {  # model_type -> family; an export uses the first family that fits the model
     "llama": Family(
         "LlamaForCausalLM",
         SHARED

@@ -27,11 +27,12 @@ class Llama3(nn.Module):
     """The full model, or one pipeline stage: absent children are None, and `layers` has only the stage's layers."""
 
     def __init__(self, model_args: ModelArgs, *, attention: str = "causal"):
-        """`attention` is a row of ATTENTIONS (config/choices.py)."""
+        """`attention` is a key of ATTENTIONS (config/choices.py)."""
         super().__init__()
         self.model_args = model_args
         self.tok_embeddings = nn.Embedding(model_args.vocab_size, model_args.dim)
-        # A dict keyed by layer number: on a pipeline stage with layers 3 and 4, FQNs contain the numbers 3 and 4.
+        # The keys of this dict are layer numbers, so FQNs on a pipeline stage with layers 3 and 4 contain these
+        # numbers.
         self.layers = nn.ModuleDict()
         for layer in range(model_args.n_layers):
             inner = build_attention(attention, model_args, layer)

@@ -142,7 +142,7 @@ def list_block(model_args: ModelArgs, moe: MoEArgs | None = None) -> list[Module
 def find_residual_std(model_args: ModelArgs) -> float:
     """Return the standard deviation of matrices that write to the residual stream.
 
-    The result is smaller than STD, so the variance of the stream does not grow with depth (as in GPT-2).
+    The result is smaller than STD, so the variance of the residual stream does not grow with depth (as in GPT-2).
     """
     return STD / math.sqrt(2 * model_args.n_layers)
 
