@@ -14,7 +14,7 @@ Usage: ./run_train.sh [--config NAME_OR_PATH] [--section.key value]...
 
 What it does:
   1. uses the Python on the PATH, or .venv here, if it has the packages in pyproject.toml; otherwise creates .venv once
-  2. refuses a config that cannot work, like `python3 -m torchtitan_lite check`
+  2. stops if the config is invalid; `python3 -m torchtitan_lite check` makes the same checks
   3. encodes a named corpus once
   4. starts one process per rank with torchrun
   5. exports the last checkpoint if checkpoint.last_save_in_hf is set
@@ -50,8 +50,8 @@ Several hosts: start the same command on each, with
   MASTER_ADDR    name or address of the host with NODE_RANK=0
   MASTER_PORT    a free port on that host (default 29500)
   PET_LOCAL_ADDR    address of this host, if the other hosts cannot resolve its name
-Before torchrun starts, the hosts meet at MASTER_ADDR and MASTER_PORT, and say which host is missing or was started
-with a different config, MAX_RESTARTS or version.
+Before torchrun starts, the hosts rendezvous at MASTER_ADDR:MASTER_PORT. An error names each host that is missing, or
+that was started with a different config, MAX_RESTARTS or version than the other hosts.
 With Slurm: start it once in an allocation of several nodes, and it starts itself on every node with srun. NNODES=1
 keeps it on one node. assets/slurm/train.sbatch does this, and requeues the job when its time limit is reached.
 HELP
@@ -74,7 +74,7 @@ repository=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 
 # The Python to train with. Nodes that srun starts below inherit PYTHON, so they do not set up an environment again.
 command -v "${PYTHON:=python3}" >/dev/null || fail "$PYTHON was not found: set PYTHON=/path/to/python3"
-# PYTHONSAFEPATH: do not import from the user's folder, which may contain another torchtitan_lite (from Python 3.11 on).
+# PYTHONSAFEPATH stops Python 3.11 and newer from importing another torchtitan_lite from the working directory.
 export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 PYTHON=$("$PYTHON" -m torchtitan_lite.tools.environment)
 export PYTHON
