@@ -143,7 +143,7 @@ def test_a_formula_computes_what_torch_computes_on_whole_logits(pool, name, n_ra
 
 
 def test_a_formula_without_a_loss_for_each_token_is_refused():
-    with pytest.raises(UserError, match=r"returned \(\) losses for \("):
+    with pytest.raises(UserError, match=r"returned losses of shape \(\) for targets of shape \("):
         run_head(make_case(), 7, "averaged")
 
 

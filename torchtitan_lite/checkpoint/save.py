@@ -70,7 +70,7 @@ SPIKES = "spike_filter."  # prefix of the tensors of extensions/spike_filter.py
 # keys of the file header, where torch's reader finds the offsets of a shard within the full tensor
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
-# if a tensor has at least this number of elements, the ranks that have copies of it take turns writing it
+# the ranks that have copies of a tensor take turns as its writer only if it has at least this number of elements
 DEALT = 2**16
 MOST_DAMAGED = 8  # maximum number of messages in one error
 # matches the name of one mesh dim, because torch joins the names of flattened dims
@@ -104,8 +104,8 @@ def plan_save(
             continue  # this tensor is equal on all ranks, so only the first pipeline stage saves it
         dtype = str(tensor.dtype).removeprefix("torch.")
         record = TensorRecord(dtype, list(tensor.shape), stage, list_splits(tensor, mesh), 0)
-        # the writers of small tensors do not rotate: every resuming rank must open the files that contain them, so they
-        # stay in few files
+        # The first of the ranks that have a small tensor always writes it, so few files contain small tensors. A rank
+        # that resumes must open all of these files.
         if tensor.numel() >= DEALT:
             n_copies = prod(mesh[mesh_dim] for mesh_dim in record.copy_dims)
             record = record._replace(copy=number % n_copies)

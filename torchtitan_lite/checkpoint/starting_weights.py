@@ -48,7 +48,7 @@ class Weights:
     path: Path
     model_args: ModelArgs
     assets: str  # folder of the tokenizer that the weights were trained with
-    # config.json and generation_config.json, if they came from a Hugging Face folder
+    # config.json and generation_config.json, if the initial weights came from a Hugging Face folder
     published: dict[str, dict]
     manifest: Manifest | None = None  # None for a Hugging Face folder
     is_resumed: bool = False  # the checkpoint is in the dump folder
@@ -175,7 +175,7 @@ def check_loaded_model(problems: Problems, weights: Weights) -> None:
     stored = list_shapes(weights.model_args)
     lacking = [fqn for fqn, shape in stored.items() if wanted.get(fqn) != shape]
     if lacking and not unlike:
-        unlike.append(f"this model has no {', '.join(abbreviate(lacking))} of the same shape")
+        unlike.append(f"missing here, or of a different shape: {', '.join(abbreviate(lacking))}")
     if unlike:
         chosen = [f"model.{name}" for name in differences if getattr(config.model, name, None)]
         key = chosen[0] if chosen and config.model.flavor == AUTO else "model.flavor"

@@ -86,8 +86,10 @@ def differentiate_formula(
     with torch.enable_grad():
         losses = token_losses(leaf, targets, **fields)
         if losses.shape != targets.shape:
-            why = f"the formula of training.loss returned {tuple(losses.shape)} losses"
-            raise UserError(f"{why} for {tuple(targets.shape)} targets. Return one per target")
+            why = f"the formula of training.loss returned losses of shape {tuple(losses.shape)}"
+            raise UserError(
+                f"{why} for targets of shape {tuple(targets.shape)}. Return one loss per target"
+            )
         loss = losses.where(targets != IGNORE_INDEX, 0).sum()
     (gradient,) = torch.autograd.grad(loss, leaf)
     return loss.detach(), gradient

@@ -27,7 +27,8 @@ batch. For experts, the all-to-alls and FSDP's reduction over efsdp and dp_repli
 need no factor of ep. tp does not split experts, because tp ranks have different tokens (sequence parallel).
 
 Sources: GShard arXiv:2006.16668; folding ep into the other dims: arXiv:2504.14960.
-Effect: expert weights are DTensors on mesh dim ep; `experts.forward` exchanges rows before and after the same compute.
+Effect: expert weights are DTensors on mesh dim ep; `experts.forward` exchanges rows before and after its usual
+computation.
 """
 
 from collections.abc import Callable

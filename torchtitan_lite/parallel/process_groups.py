@@ -5,9 +5,9 @@
     HOST_GROUPS          always init_timeout_seconds, because a rank waits for the slowest disk of all ranks
 
 A rank that waits longer than its time-out raises an error. During the first step and the first validation, ranks
-compile, connect and read at different speeds. In later steps, a peer that is late by the time of many steps has hung.
-On CPUs, sends and receives of a pipeline keep gloo's default time-out of 30 minutes, because gloo cannot change the
-time-out of the group that they use.
+compile, connect and read at different speeds. In later steps, speeds differ little, so a peer that exceeds the time-out
+has hung. On CPUs, sends and receives of a pipeline keep gloo's default time-out of 30 minutes, because gloo cannot
+change the time-out of the group that they use.
 
 Effect: creates the default process group; mesh.py creates all other groups.
 """

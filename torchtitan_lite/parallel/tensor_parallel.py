@@ -199,7 +199,8 @@ class SplitEmbedding(LocalStyle):
 
 
 class SplitHead(PrepareModuleInput):
-    """Computes the sum of token losses, () fp32, equal on every rank, from hidden (B, S/tp, D) and targets (B, S).
+    """Computes the sum of token losses from hidden (B, S/tp, D) and targets (B, S). The sum, () fp32, is equal on every
+    rank.
 
     Each rank uses only its rows of the weight, so the gradient of hidden is a partial sum on each rank.
     """

@@ -54,8 +54,8 @@ class Llama3(nn.Module):
     ) -> Tensor:
         """Run this part. x: tokens (B, S) int64 if this part has the embedding, otherwise hidden states (B, S, D).
 
-        positions, doc_ids, targets: (B, S) int64; only document attention reads doc_ids. Returns logits (B, S, V), or
-        with targets the sum of token losses, () fp32. A part without head returns hidden states (B, S, D). The head
+        positions, doc_ids, targets: (B, S) int64; only document attention reads doc_ids. Returns logits (B, S, V) or,
+        given targets, the sum of token losses, () fp32. A part without head returns hidden states (B, S, D). The head
         passes `extra` to the loss.
         """
         hidden = self.tok_embeddings(x) if self.tok_embeddings is not None else x
