@@ -9,8 +9,8 @@
         checksums                 SHA-256 of each file above; `sha256sum --check checksums` lists changed files
     step-10.damaged/              a damaged checkpoint, renamed so that step 10 can be saved again
 
-A folder step-N is always a complete checkpoint. No file contains code, and pickles are never opened. The manifest
-is trusted if its hash matches. Exports to Hugging Face folders are written and committed in the same way.
+A folder step-N is always a complete checkpoint. No file contains code, and pickles are never opened. The manifest is
+trusted if its hash matches. Exports to Hugging Face folders are written and committed in the same way as checkpoints.
 
     layers.3.attention.wq.weight (256, 256)      stage 1   split dim 0 over tp, then over dp_shard x cp
     norm.weight (256,)                           stage 1   split dim 0 over dp_shard x cp; tp ranks have copies
