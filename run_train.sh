@@ -21,10 +21,11 @@ What it does:
 The working directory does not change. Exit status: 0 trained, 2 refused by check, 1 failed, 128 + number if a signal
 stopped the run: 130 Ctrl-C, 143 SIGTERM.
 
-On Ctrl-C, SIGTERM, SIGQUIT or a closed terminal (SIGHUP), to any process of the run, all ranks finish the step, save it
-if checkpoint.enable is set, print the command that resumes, and exit. All signals within 5 s count as one, because
-timeout, systemd and scancel signal every process. A later signal ends the run immediately. The first signal also ends
-the run immediately if the step hangs, or before the end of the first step, because there is nothing to save.
+On Ctrl-C, SIGTERM, SIGQUIT or a closed terminal (SIGHUP), to any process of the run, all ranks finish the step,
+save a checkpoint if checkpoint.enable is set, print the command that resumes, and exit. All signals within 5 s count as
+one, because timeout, systemd and scancel signal every process. A later signal ends the run immediately. Even the first
+signal ends the run immediately if the step hangs. The same holds before the end of the first step, because there is
+nothing to save.
 
 Environment:
   CONFIG_FILE    same as --config; --config wins if both are given
@@ -33,18 +34,21 @@ Environment:
                  shown, and the last lines name the folder with the output of the other ranks
   MAX_RESTARTS   number of times torchrun restarts all ranks after a failure (default 0). With --checkpoint.enable a
                  restarted run resumes from the newest complete checkpoint
-  SAVED_FILE     a file into which the launcher of NODE_RANK=0 writes the newest checkpoint that this start has saved
+  SAVED_FILE     a file into which the launcher of NODE_RANK=0 writes the path of the newest checkpoint that this start
+                 has saved
   TOOL           pulse: measure the ranks and links of this run instead of training
   PYTHON         the Python to start with (default python3; 3.10 or newer)
-  OMP_NUM_THREADS, GLOO_SOCKET_IFNAME   defaults: 1 thread per rank; the loopback interface on a single host, on
-                 several hosts the one that reaches MASTER_ADDR
+  OMP_NUM_THREADS    threads per rank (default 1)
+  GLOO_SOCKET_IFNAME    network interface that gloo uses (default: the loopback interface on a single host, otherwise
+                 the interface that reaches MASTER_ADDR)
   PYTORCH_ALLOC_CONF   for GPUs; default expandable_segments:True, unless PYTORCH_CUDA_ALLOC_CONF is set
-  PIP_*          pip settings for creating .venv. On Linux pip installs torch for CUDA 13, about 5 GB, which needs NVIDIA
-                 driver 580. PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 is for older drivers and GPUs,
+  PIP_*          pip settings for creating .venv. On Linux, pip installs torch for CUDA 13, about 5 GB, which needs
+                 NVIDIA driver 580. PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 is for older drivers and GPUs,
                  and https://download.pytorch.org/whl/cpu for CPUs (1 GB)
 
 Several hosts: start the same command on each, with
-  NNODES         number of hosts; 2:4 to continue while hosts are lost and return (assets/slurm/README.md)
+  NNODES         number of hosts; with 2:4, the run continues on 2 to 4 hosts if hosts are lost or return
+                 (assets/slurm/README.md)
   NODE_RANK      0 on the host that MASTER_ADDR names, a different number on every other host; torchrun numbers the
                  ranks by host name
   MASTER_ADDR    name or address of the host with NODE_RANK=0
@@ -52,8 +56,8 @@ Several hosts: start the same command on each, with
   PET_LOCAL_ADDR    address of this host, if the other hosts cannot resolve its name
 Before torchrun starts, the hosts rendezvous at MASTER_ADDR:MASTER_PORT. An error names each host that is missing, or
 that was started with a different config, MAX_RESTARTS or version than the other hosts.
-With Slurm: start it once in an allocation of several nodes, and it starts itself on every node with srun. NNODES=1
-keeps it on one node. assets/slurm/train.sbatch does this, and requeues the job when its time limit is reached.
+With Slurm, start run_train.sh once in an allocation of several nodes. It then starts itself on every node with srun,
+unless NNODES=1 is set. assets/slurm/train.sbatch does this, and requeues the job when its time limit is reached.
 HELP
 }
 
