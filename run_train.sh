@@ -43,8 +43,8 @@ Environment:
                  the interface that reaches MASTER_ADDR)
   PYTORCH_ALLOC_CONF   for GPUs; default expandable_segments:True, unless PYTORCH_CUDA_ALLOC_CONF is set
   PIP_*          pip settings for creating .venv. On Linux, pip installs torch for CUDA 13, about 5 GB, which needs
-                 NVIDIA driver 580. PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 is for older drivers and GPUs,
-                 and https://download.pytorch.org/whl/cpu for CPUs (1 GB)
+                 NVIDIA driver 580. PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 is for older drivers and
+                 GPUs, and https://download.pytorch.org/whl/cpu for CPUs (1 GB)
 
 Several hosts: start the same command on each, with
   NNODES         number of hosts; with 2:4, the run continues on 2 to 4 hosts if hosts are lost or return
