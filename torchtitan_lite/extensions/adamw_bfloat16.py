@@ -52,7 +52,7 @@ class AdamWBFloat16(AdamW):
                     update(*tensors, rate, scale, skipped, salt, betas, eps, decay)
 
     def flatten(self, parameter: Tensor) -> list[Tensor]:
-        """Return the first arguments of `move`. They are flattened, so one compiled graph is enough for all shapes."""
+        """Return the first arguments of `move` as flat tensors, so one compiled graph is enough for all shapes."""
         first, second, step = self.list_state(parameter)
         gradient = local_shard(parameter.grad).reshape(-1)  # it may be transposed
         weight, first, second = [

@@ -44,8 +44,8 @@ class AsynchronousSaver(CheckpointSaver):
         self.stager = DefaultStager(options)
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         if self.on_cuda:
-            # The current device of a new thread is GPU 0. After each copy, torch would switch back to GPU 0 and
-            # allocate a context there.
+            # The current device of a new thread is GPU 0. Without this call, torch would switch back to GPU 0 after
+            # each copy, and allocate a context there.
             for thread in (self.thread, self.stager._staging_executor):
                 thread.submit(torch.cuda.set_device, self.device)
         # torch 2.11 and 2.12 close the inner stager after each copy, so the second save would fail.

@@ -6,13 +6,13 @@ for tiktoken.
     normalizer      none, or NFC
     added_tokens    matched as written, before the text is normalized; no flag may change this
 
-tiktoken first looks a word up in the vocabulary. If the word is missing, tiktoken merges the two neighbors that form
-the token with the lowest id. The package `tokenizers` applies the first merge in its list. tiktoken and the package
-give the same ids under two conditions. First, merges are sorted by the ids that they form. Second, merging the bytes of
-each token gives that token. The files of trained tokenizers meet both conditions.
+tiktoken first looks a word up in the vocabulary. If the vocabulary does not have the word, tiktoken merges the two
+neighbors that form the token with the lowest id. The package `tokenizers` applies the first merge in its list. tiktoken
+and the package give the same ids under two conditions. First, merges are sorted by the ids that they form. Second,
+merging the bytes of each token gives that token. The files of trained tokenizers meet both conditions.
 
-With `ignore_merges`, the package looks words up too. In that case, a token may violate the second condition if `merges`
-contains every merge that forms the token. Llama 3.1 has 695 such tokens.
+With `ignore_merges`, the package `tokenizers` also looks each word up before it merges. In that case, a token may
+violate the second condition if `merges` contains every merge that forms the token. Llama 3.1 has 695 such tokens.
 """
 
 from torchtitan_lite.data.tokenizer import LLAMA3_PATTERN, BytePairs
@@ -135,8 +135,8 @@ def is_crossed(
 ) -> bool:
     """Return whether a merge before `last` joins tokens across the border between `left` and `right`.
 
-    Works backwards: undoes the latest merge next to the border, until only bytes are left. If both sides were formed by
-    the same merge, the left side was merged first.
+    Works backwards: undoes the latest merge next to the border, until only bytes are left. If the same merge formed
+    `left` and `right`, `left` was merged first.
     """
     while merges.get((left, right), last) >= last:
         if left in halves and (left > right or right not in halves):

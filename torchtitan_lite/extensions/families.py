@@ -45,8 +45,8 @@ def list_unwritten(model_args: ModelArgs, family: Family) -> dict[str, tuple[obj
 
 
 def list_added_fields(model_args: ModelArgs, weights: ModelArgs) -> dict[str, object]:
-    """Return field -> value for fields that a fork added. No family has a key for them, so config.json cannot set
-    them."""
+    """Return field -> value for fields that a fork added. config.json cannot set these fields, because no family has a
+    key for them."""
     families = [family for name in MODELS for family in load_families(name).values()]
     named = set(WRITTEN).union(*((*family.sizes, *family.switches) for family in families))
     for field in fields(weights):

@@ -6,8 +6,8 @@
     all-gather         all rows in float8, one scale             N*K bytes, half as much as in bf16
     unsharded          all rows in float8                        forward and backward use the rounded values
 
-By default, each all-gather of a weight needs an all-reduce of max |w|. With precomputed scales, all weights share one
-all-reduce after each optimizer step, of 4 bytes per weight over dp_shard x cp.
+By default, each all-gather of a weight needs an all-reduce of max |w|. With precomputed scales, a single all-reduce
+over dp_shard x cp follows each optimizer step. This all-reduce has 4 bytes for each weight matrix.
 
 Sources: TorchTitan arXiv:2410.06511; FSDP2's extension hooks, torch.distributed.fsdp.
 Effect: FSDP all-gathers through hooks on the local shards. FQNs, parameters and checkpoints do not change.
@@ -94,7 +94,7 @@ class Float8AllGatherHook:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
             scale = choose_scale(amax, E4M3)
         data = cast(self.shard, scale, E4M3).view(torch.uint8)  # no backend all-gathers float8
-        n_rows = ceil(outer_size[0] / mesh.size())  # the last ranks may have fewer
+        n_rows = ceil(outer_size[0] / mesh.size())  # the last ranks may have fewer than n_rows rows
         data = F.pad(data, (0, 0, 0, n_rows - len(data)))
         return (data,), (scale,)
 
@@ -119,8 +119,8 @@ class Float8AllGatherHook:
 
 
 def find_amax(shard: Tensor) -> Tensor:
-    """Return the largest magnitude, () fp32, or zero without rows. Unlike abs().amax(), this function allocates no
-    copy."""
+    """Return the largest magnitude, () fp32, or 0 if the shard has no rows. Unlike abs().amax(), this function
+    allocates no copy."""
     return torch.linalg.vector_norm(shard, inf) if len(shard) else shard.new_zeros(())
 
 

@@ -34,7 +34,7 @@ from torchtitan_lite.parallel.process_groups import HOST_GROUPS
 
 logger = logging.getLogger(__name__)
 
-# Functions of asynchronous_saves.py and checkpoint/save.py: the main thread waits for a thread that saves
+# These lines are in the stack of the main thread if it waits for a save, and in the stack of the thread that saves.
 WAITS_FOR_SAVE = re.compile(r"asynchronous_saves\.py:\d+ wait$")
 SAVES = re.compile(r"save\.py:\d+ write$")
 # type of an action in torch's schedules -> forward or backward; I computes the input gradients of a split backward
@@ -47,8 +47,8 @@ def warn_of_timeout(step_s: float, timeout_s: int) -> None:
     """Log that steps are nearly as long as the time-out of collectives."""
     key = "comm.train_timeout_seconds"
     logger.info(
-        f"a step took {step_s:.3g} s, and collectives time out after {key} = {timeout_s}. A slower step may end the "
-        f"run, and a hang may end it without a report. Set {key} to {ceil(4 * step_s)} or more"
+        f"a step took {step_s:.3g} s, and collectives time out after {key} = {timeout_s}. If a later step is slower, "
+        f"the run may end. If a step hangs, the run may end without a report. Set {key} to {ceil(4 * step_s)} or more"
     )
 
 
@@ -165,9 +165,8 @@ def read_recorder(
     checkpoint thread that it waits for. Calls of other checkpoint threads are left out. If a call has failed
     (`has_failed`) and no call is pending any more, the last call is treated as pending.
 
-    For each group, also returns the first call of this step that no earlier step made at the same position, together
-    with the call that earlier steps made at this position. `begun_ns`: the start times of this step and of the steps
-    before it.
+    For each group, also returns the first call in which this step differs from all earlier steps, and the call that the
+    most similar earlier step made instead. `begun_ns` lists the start times of this step and of the steps before it.
     """
     ranks = {}
     for group in dist.distributed_c10d._world.pg_map:
@@ -206,9 +205,9 @@ def read_recorder(
 
 
 def find_unusual(steps: list[list[dict]]) -> tuple[dict, dict] | None:
-    """Return the first call of the last step that no earlier step made at the same position.
+    """Return the first call in which the last step differs from all earlier steps.
 
-    Also returns the call that the most similar earlier step made at this position.
+    Also returns the call that the most similar earlier step made instead.
     """
     *earlier, last = steps or [[]]
     found = None

@@ -3,7 +3,8 @@
 FAMILIES in models/NAME/hugging_face.py lists the architectures, with one row for each key of their config.json.
 EVERY_FAMILY lists the keys that all architectures share. A feature that is not supported (such as a bias, an activation
 or a RoPE scaling that the model lacks, or quantized weights) raises an error, because the model would load, but compute
-wrong outputs. As in transformers, a key without a row has no effect; a notice lists such keys.
+wrong outputs. As in transformers, keys that are in neither FAMILIES nor EVERY_FAMILY have no effect. A notice names
+these keys.
 
 transformers 5 writes `rope_parameters` with theta and scaling; version 4 writes `rope_theta` and `rope_scaling`. Both
 forms are read.
@@ -92,12 +93,12 @@ ROPE_KEYS = {  # inside rope_parameters or rope_scaling
 
 
 def find_family(model_args: ModelArgs) -> Family:
-    """Return the Hugging Face family of a model that has one."""
+    """Return the Hugging Face family of a model. The model must have a family."""
     return load_families(model_args.name)[find_model_type(model_args)]
 
 
 def list_families() -> dict[str, tuple[str, Family]]:
-    """Return model_type -> (name of the first model that has it, its family)."""
+    """Return model_type -> (name of the first model that supports this type, family)."""
     found = {}
     for name in MODELS:
         for kind, row in load_families(name).items():
@@ -166,7 +167,8 @@ def read_model_args(folder: Path) -> ModelArgs:
 
 
 def read_windows(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields of ModelArgs for windows. If keys conflict, use the key that transformers would use."""
+    """Return the fields of ModelArgs that describe sliding windows. If keys conflict, use the key that transformers
+    would use."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     types = [SLIDING] * config["num_hidden_layers"]
     if family.windows == "some":

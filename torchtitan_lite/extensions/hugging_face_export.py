@@ -51,7 +51,7 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
     """Explain why a model with this attention cannot be exported to Hugging Face. Returns None if an export is
     possible."""
     module = MODELS[model_args.name].families
-    # a model that was copied, but whose table still names the original's families
+    # the model is a copy, and its table still names the families of the original
     if module and not module.startswith(f"models.{model_args.name}."):
         why = f"models/{model_args.name}/table.py names the families of a different model, {module}"
         return f"{why}. If transformers computes the same outputs, give the model its own file of families"
@@ -65,7 +65,7 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
         return f"{name} = {value!r}, but {theirs} only computes {only!r}"
     if model_args.dim % model_args.n_heads and family.divides_dim:
         return f"{theirs} needs a hidden_size ({model_args.dim}) that is a multiple of {model_args.n_heads} heads"
-    if ATTENTIONS[attention].extension:  # a fork may have such an attention
+    if ATTENTIONS[attention].extension:  # a fork may add an attention with its own code
         return f"model.attention = {attention!r}, but {theirs} only has causal attention"
     layers = range(model_args.n_layers)
     if list_windows(attention, model_args) != tuple(map(model_args.find_window, layers)):
@@ -74,7 +74,9 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
     parts = [("", model_args.moe, family.experts)]
     if scaling:
         if scaling.kind not in SCALINGS:
-            return f"rope_scaling.kind = {scaling.kind!r}, but {theirs} has {', '.join(SCALINGS)}"
+            return (
+                f"rope_scaling.kind = {scaling.kind!r}, but {theirs} supports {', '.join(SCALINGS)}"
+            )
         parts.append(("rope_scaling.", scaling, {"kind": "rope_type", **SCALINGS[scaling.kind]}))
     for prefix, part, written in parts:
         for number in fields(part) if part else ():

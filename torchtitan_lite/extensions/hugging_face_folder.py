@@ -16,8 +16,8 @@ Modules, shapes and names come from models/NAME/table.py. Shapes are the same on
 has one transposed matrix per expert. Hugging Face stores the rows of wq and wk in another order than this trainer
 (hugging_face.py).
 
-A tied model usually stores only the embedding. As in transformers, a folder with only the head is also a tied model,
-and a folder with two different matrices is not, regardless of config.json.
+A tied model usually stores only the embedding. If a folder has only the head, the model is also tied. If a folder has
+two different matrices, the model is not tied. As in transformers, config.json has no effect on tying.
 """
 
 import json
@@ -83,8 +83,8 @@ def open_folder(path: Path) -> HuggingFaceFolder:
     model_args = read_model_args(path)
     tensors = {}
     found = {}  # name -> shape
-    file_names = {}  # of the index: tensor name -> file name
-    if not (path / SINGLE_FILE).is_file():  # transformers also looks for this file first
+    file_names = {}  # tensor name -> file name, as in the index
+    if not (path / SINGLE_FILE).is_file():  # transformers also prefers this file to the index
         weight_map = read_json(path / INDEX, may_be_missing=True).take("weight_map", dict, {})
         file_names = {name: weight_map.take(name, str) for name in weight_map}
     for file in list_weight_files(path, file_names):
@@ -159,7 +159,7 @@ def read_bytes(path: Path, name: str) -> memoryview:
     start = 8 + int.from_bytes(content[:8], "little")
     first, last = json.loads(content[8:start])[name]["data_offsets"]
     values = memoryview(content)[start + first : start + last]
-    # comparing eight bytes at a time is faster
+    # comparing eight bytes at a time is faster than comparing single bytes
     return values.cast("Q") if len(values) % 8 == 0 else values
 
 

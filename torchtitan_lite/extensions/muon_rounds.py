@@ -8,7 +8,7 @@ NEWTON_SCHULZ_STEPS = 5  # number of Newton-Schulz steps in each update
 def deal_matrices(sizes: list[tuple[int, ...]], n_ranks: int) -> list[list[int]]:
     """Return Muon's rounds. A round is a list of indices into `sizes`. Rank i owns the i-th matrix of the round.
 
-    A size may have a batch dim. Rounds are sorted by work, the largest matrices first.
+    A size is (rows, columns), and may start with a batch dim. Rounds are sorted by work, the largest matrices first.
     """
     flops = []  # FLOPs of one Newton-Schulz step, for each matrix
     for *batch, rows, columns in sizes:

@@ -3,9 +3,9 @@ Loaded for all optimizers except AdamW and SGD.
 
 A checkpoint saves the tensors in state[parameter], and a resume restores the tensors that the first step creates. A
 number in state[parameter], in a parameter group or in an attribute would be reset when a run resumes, so the losses
-would differ. The same applies to a tensor, a list or a second optimizer in an attribute. A DTensor with the placement
-Partial is not supported either. For example, a mean over a sharded dim stays Partial until `redistribute` reduces it
-over the ranks.
+would differ. A tensor, a list or a second optimizer in an attribute would be reset too. A state that is a DTensor with
+the placement Partial is not supported. For example, a mean over a sharded dim stays Partial until `redistribute`
+reduces it over the ranks.
 """
 
 from collections.abc import Iterator
@@ -32,8 +32,8 @@ def build_watched(
     name = f"{builder.__module__}.{builder.__name__}"
     remedy = (
         f"The trainer calls it with groups and {', '.join(kernels)}, and calls step without a closure. Parameters are "
-        "DTensors, and each group has lr, betas, eps and weight_decay. Write a class that needs nothing else, and name "
-        "its file of extensions/ in its row (config/choices.py)"
+        "DTensors, and each group has lr, betas, eps and weight_decay. Write a class that needs no other arguments, "
+        "and name its file in extensions/ in the optimizer's row of OPTIMIZERS (config/choices.py)"
     )
     try:
         signature(builder).bind(groups, **kernels)
@@ -43,7 +43,7 @@ def build_watched(
     optimizer = builder(groups, **kernels)
 
     def step(self: Optimizer) -> None:
-        # id of the attributes, a parameter group or the state of a parameter -> copy from before the step
+        # id of a dict (attributes, a parameter group, the state of a parameter) -> copy from before the step
         earlier = {
             id(values): values.copy()
             for values in (vars(self), *self.param_groups, *self.state.values())
@@ -53,7 +53,7 @@ def build_watched(
         except OutOfMemoryError:
             raise
         except (TypeError, RuntimeError) as error:
-            if name.startswith("torch."):  # no line of the fork would be in the traceback
+            if name.startswith("torch."):  # the traceback would show only lines of torch
                 raise UserError(f"{name} cannot be used ({error}). {remedy}") from error
             raise
         for kept, value, place in find_unsaved(self, earlier):
@@ -77,7 +77,7 @@ def build_watched(
 def find_unsaved(
     optimizer: Optimizer, earlier: dict[int, dict]
 ) -> Iterator[tuple[str, object, str]]:
-    """Yield name, value and place of each state that a resume would lose."""
+    """Yield each state that a resume would lose: its name, its value, and where it is stored."""
     for owner, state in optimizer.state.items():
         before = earlier.get(id(state), state)
         for name, value in state.items():
@@ -96,7 +96,7 @@ def is_saved(owner: object, value: object) -> bool:
         return value is None
     if not isinstance(value, Tensor):
         return False
-    # no rank would save a partial sum
+    # no rank would save a DTensor of partial sums
     if any(placement.is_partial() for placement in getattr(value, "placements", ())):
         return False
     # A plain tensor would be saved by one rank only, although each rank has different values for its shard of the

@@ -85,6 +85,6 @@ def list_earlier(folder: Path, config: Config) -> list[Path]:
             inside = folder / name
             for pattern in patterns:
                 for path in inside.glob(pattern):
-                    # Delete the first part of the path, such as step-N, the folder of a checkpoint or trace.
+                    # Delete the first part of the path. For example, step-N is the folder of a checkpoint or a trace.
                     paths.add(inside / path.relative_to(inside).parts[0])
     return sorted(paths)

@@ -8,7 +8,7 @@ the keys of a rank depends on the order of the two ranks:
     a later rank       late queries attend to both pieces, and early queries to none
 
 In all three cases, the query-key pairs form a full rectangle or a triangle, so no masks are needed. All ranks compute
-the same number of pairs. The parts are merged with their log-sum-exp (lse, explained below).
+the same number of query-key pairs. The parts are merged with their log-sum-exp (lse, explained below).
 
     method      bytes in forward                             bytes in backward
     allgather   P(n-1)/n, overlaps with the local part       the same, then a reduce-scatter of fp32 gradients
@@ -16,10 +16,10 @@ the same number of pairs. The parts are merged with their log-sum-exp (lse, expl
                                                              their keys one step behind
 
 For `allgather`, P = 2*B*K*S*E*2 bytes in bf16, the keys and values of all ranks. For `ring`, P is the keys and values
-of one rank, so in forward both methods move the same number of bytes. With both methods, a rank first attends to its
-own keys. Then it attends to the keys of the other ranks in turn, while more keys arrive. For backward, a rank saves
-only local tensors: query, key, value, out and lse. While a layer computes, `allgather` stores the keys, values and
-gradients of all ranks; `ring` stores the keys, values and gradients of only two ranks.
+of one rank, so in forward both methods move the same number of bytes. With both methods, a rank attends to its own keys
+while keys of other ranks arrive. Then the rank attends to the keys of the other ranks, one rank after another. For
+backward, a rank saves only local tensors: query, key, value, out and lse. While a layer computes, `allgather` stores
+the keys, values and gradients of all ranks; `ring` stores the keys, values and gradients of only two ranks.
 
 Legend: B batch, S full sequence over n ranks, H query heads, K key/value heads, E head dim, C = S/(2n) one piece.
 Sources: arXiv:2310.01889; online softmax arXiv:1805.02867; FlashAttention arXiv:2205.14135, 2307.08691.
@@ -47,7 +47,7 @@ class KeysOfRanks:
     gradients."""
 
     def __init__(self, key: Tensor, value: Tensor, ranks: Ranks):
-        """`key` and `value` are this rank's, (B, K, 2C, E)."""
+        """`key` and `value` are tensors of this rank, (B, K, 2C, E)."""
         self.key_value = stack_heads(key, value)  # (2, B, K, 2C, E)
         self.ranks = ranks
         self.grads: Tensor | None = None  # sums so far, fp32
@@ -65,7 +65,8 @@ class KeysOfRanks:
 
 
 class GatheredKeys(KeysOfRanks):
-    """The method allgather: fetches the keys and values of all ranks at once. `grads` is (n, 2, B, K, 2C, E)."""
+    """Implements `allgather`, which fetches the keys and values of all ranks at once. `grads` is
+    (n, 2, B, K, 2C, E)."""
 
     def fetch(self) -> Iterator[tuple[int, Tensor]]:
         """Yield each rank with its keys and values, starting with this rank."""
@@ -92,8 +93,8 @@ class GatheredKeys(KeysOfRanks):
 
 
 class PassedKeys(KeysOfRanks):
-    """The method ring: fetches keys and values of one rank at a time. Gradients are flattened, and arrive one step
-    later."""
+    """Implements `ring`, which fetches the keys and values of one rank at a time. The gradients of these keys and
+    values are flat tensors, and arrive one round later than the keys and values."""
 
     def fetch(self) -> Iterator[tuple[int, Tensor]]:
         key_value = self.key_value
@@ -149,11 +150,11 @@ def find_visible(rank: int, source: int, half: int) -> tuple[slice, slice]:
 # gradients of a part        = backward of the same kernel, called with the *merged* out and lse
 #
 # A part is either causal (its queries and keys have the same positions) or not masked at all. So no S x S mask is ever
-# stored. Kernels do not store their scores. All inputs and outputs of the kernels are at most as large as query. On a
-# CPU, the kernel is torch's flash attention. On a GPU, the kernel is cuDNN's if torch's SDPA prefers cuDNN (Hopper,
-# Blackwell), otherwise FlashAttention 2. The CUDA kernels support bf16 and fp16, and a head_dim that is a multiple of 8
-# up to 256; config/settings.py reports anything else as an error. The CUDA kernels have never run. Tests check their
-# arguments on meta tensors, and GPU tests check their results.
+# stored. The kernels do not store attention scores. All inputs and outputs of the kernels are at most as large as
+# query. On a CPU, the kernel is torch's flash attention. On a GPU, the kernel is cuDNN's if torch's SDPA prefers cuDNN
+# (Hopper, Blackwell), otherwise FlashAttention 2. The CUDA kernels support bf16 and fp16, and a head_dim that is a
+# multiple of 8 up to 256; config/settings.py reports anything else as an error. The CUDA kernels have never run. Tests
+# check the arguments of these kernels on meta tensors, and GPU tests check the results.
 
 OutAndLse = tuple[Tensor, Tensor]  # out (B, H, S, E); lse (B, H, S) fp32, contiguous
 
@@ -284,7 +285,8 @@ def attend_backward(
 # ---------------------------------------------------------------- the torch operator
 
 # torch.compile does not trace into the operator. Per-op recompute saves the operator's output, so keys are not fetched
-# again. A dispatch mode (such as a counter of bytes or FLOPs) can look inside by calling IMPLEMENTATIONS[op].
+# again. A dispatch mode (such as a counter of bytes or FLOPs) can see the calls inside the operator by calling
+# IMPLEMENTATIONS[op].
 
 context_attention = torch.library.custom_op(
     "torchtitan_lite::context_attention",

@@ -13,7 +13,7 @@ def hide_bias(cls: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of `cls` in which `self.bias` is None during forward, and the bias at all other times."""
 
     def forward(self: nn.Module, *inputs, **options):
-        # nn.Module.__setattr__ would take ten times as much host time
+        # nn.Module.__setattr__ would take ten times as much host time as object.__setattr__
         object.__setattr__(self, "is_in_forward", True)
         try:
             return cls.forward(self, *inputs, **options)

@@ -42,8 +42,8 @@ class Snapshots(AbstractContextManager):
         all_ranks: dist.ProcessGroup,
         timeout: timedelta,
     ):
-        """`checkpoints` is the saver of the run's checkpoints. Snapshots use a second saver: its class, section and
-        tensors are those of `checkpoints`."""
+        """`checkpoints` is the saver of the run's checkpoints. Snapshots use a second saver with the same class,
+        section and tensors as `checkpoints`."""
         self.all_ranks = all_ranks
         host = list(place.host_ranks)
         # Without local synchronization, all ranks would wait for the creation of every host's group.
@@ -57,7 +57,7 @@ class Snapshots(AbstractContextManager):
         run_id = do_on_rank_0(all_ranks, lambda: identify_run(checkpoints.folder))
         section = checkpoints.section
         self.folder = name_snapshots(section.local_folder, dump_folder) / run_id
-        # Check now: an error at the first snapshot would cost local_interval steps.
+        # Create the folder now, because an error at the first snapshot would cost local_interval steps.
         raise_on_all_ranks(all_ranks, lambda: create_folder(self.folder))
         self.saver = replace(
             checkpoints,
@@ -95,8 +95,8 @@ class Snapshots(AbstractContextManager):
         """Return the snapshots of this run that all ranks can use. Does not check hashes."""
         own = [step for step in find_steps(self.folder) if self.has_shards(step)]
         usable = []
-        # The newest step that all ranks have cannot be above the lowest of their newest steps. Therefore ranks compare
-        # that step first, and then earlier steps, without exchanging lists.
+        # Each rank names its newest step. The newest step that all ranks have cannot be above the lowest of the named
+        # steps. Therefore ranks compare this lowest step first, and then earlier steps, without exchanging lists.
         while newest := self.find_lowest(max(own, default=0)):
             if self.find_lowest(newest in own):
                 path = self.folder / f"step-{newest}"

@@ -36,7 +36,8 @@ def check_software(config: Config, machine: Machine) -> Refused:
 
 
 def torch_splits_backward() -> bool:
-    """Return whether zero-bubble and V schedules run with the installed torch. They fail with 2.11.0 and 2.12.1.
+    """Return whether zero-bubble and V schedules run with the installed torch. The schedules fail with torch 2.11.0 and
+    2.12.1.
 
     torch 2.13 fixed these schedules without changing an API, so only the version number shows whether they run.
     """

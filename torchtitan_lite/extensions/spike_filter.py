@@ -20,7 +20,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN_NORM = 1e18  # larger than every norm, but finite, because `verify` compares checkpoints
+UNKNOWN_NORM = 1e18  # larger than every norm, but finite, because `verify` subtracts the values of two checkpoints
 
 
 class SpikeFilter:

@@ -4,9 +4,9 @@
     ZeRO 1 also needs a gradient in fp32, 4 bytes per parameter, while it sums the microbatches of a step
 
 An update of 0.1 % of a weight is smaller than half of the distance between two neighboring bf16 values. Rounding to the
-nearest value would undo it. Stochastic rounding adds a random number, which is smaller than the distance between two
-neighboring values, and cuts off the lower bits. Therefore the rounding is unbiased: on average, a weight changes by
-exactly its updates.
+nearest value would undo such an update. Stochastic rounding adds a random number, which is smaller than the distance
+between two neighboring values, and cuts off the lower bits. Therefore the rounding is unbiased: on average, a weight
+changes by exactly its updates.
 
 The random number is a hash of the step and of the element's index in its shard, not the state of a generator. Therefore
 a resumed run rounds as if it had not stopped, and copies of a weight on several ranks stay bitwise identical.

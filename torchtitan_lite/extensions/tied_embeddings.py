@@ -33,13 +33,13 @@ class TiedSchedule:
     schedule: _PipelineSchedule
     owner: Tensor | None  # tok_embeddings.weight; None if another rank has the first stage
     copy: Tensor | None  # output.weight; None if another rank has the last stage
-    # has two ranks: first the rank of the owner, then the rank of the copy; None if both stages are on one rank
+    # The first rank of the group has the owner, and the second has the copy. None if both stages are on one rank
     group: dist.ProcessGroup | None
 
     def step(self, *tokens: Tensor, **options) -> None:
         self.send_weights()  # broadcasts this rank's shard of the matrix from the first to the last stage
         self.schedule.step(*tokens, **options)
-        self.sum_gradients()  # all-reduces the same shard over both stages
+        self.sum_gradients()  # all-reduces the gradient of this rank's shard over the two stages
 
     def eval(self, *tokens: Tensor, **options) -> None:
         self.send_weights()  # broadcasts this rank's shard of the matrix

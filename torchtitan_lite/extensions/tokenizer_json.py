@@ -1,9 +1,9 @@
 """Read a Hugging Face tokenizer.json. Its ids are the same as those of the package `tokenizers` (extra `hf`).
 
-For a byte-level BPE, tiktoken encodes the text if tiktoken and the package give the same ids (byte_level_bpe.py):
-tiktoken is three times as fast as the package. For all other files, the package encodes the text. A tokenizer.json has
-a model, and added tokens, which are matched before the text is cut into words. tokenizer_config.json and
-special_tokens_map.json in the same folder add more tokens.
+If the file describes a byte-level BPE for which tiktoken and the package give the same ids (byte_level_bpe.py),
+tiktoken encodes the text, because tiktoken is three times as fast as the package. Otherwise the package encodes the
+text. A tokenizer.json has a model, and added tokens, which are matched before the text is cut into words.
+tokenizer_config.json and special_tokens_map.json in the same folder add more tokens.
 """
 
 import hashlib

@@ -107,7 +107,7 @@ def translate_keys(
     """Return two dicts, key -> value, with the keys that exist in this package: one for the file, one for the command
     line.
 
-    Adds problems and notices for all other keys.
+    Adds problems and notices for keys that do not exist in this package.
     """
     table = rename_keys(table, notices)
     texts = rename_keys(texts, notices)
@@ -136,7 +136,8 @@ def translate_keys(
 
 
 def rename_keys(source: Mapping[str, Any], notices: list[str]) -> dict[str, Any]:
-    """Return current key -> value, for a file or the command line. Adds a notice for each old name."""
+    """Replace old names of keys in a file or on the command line. Return name -> value, and add a notice for each old
+    name."""
     renamed = {}
     names: dict[str, str] = {}
     for name, value in source.items():

@@ -31,13 +31,13 @@ nearest to x/s, which is at most 127, so the product of this integer and s diffe
     qgZ   a sum of gradients g_r has an error of at most s_r/2 for each rank r, plus s_v/2 for each node v. The sum of a
           node has an error before it is rounded, so s_v <= (max |sum of its g_r| + max sum of its s_r/2) / 127
 
-Nothing else is rounded. `verify` checks that every element of a packed block has an error of at most s/2. It then sends
-the numbers without rounding through the same collectives, so all other comparisons keep their usual bounds. In a block
-with NaN or infinity, all elements become NaN, and the step is skipped as usual.
+Nothing else is rounded. `verify` checks that every element of a packed block has an error of at most s/2. After this
+check, `verify` sends the numbers without rounding through the same collectives, so all other comparisons keep their
+usual bounds. In a block with NaN or infinity, all elements become NaN, and the step is skipped as usual.
 
-An FSDP group is split by node only if it has several ranks in each of several nodes. In any other group, hpZ has no
-effect, and qgZ has a single all-to-all. Replicas (HSDP) all-reduce without rounding. Packing, collective and unpacking
-run on FSDP's streams, in place of FSDP's own collective, and the host does not wait.
+An FSDP group is split by node only if it has several ranks in each of several nodes. If a group is not split, hpZ has
+no effect, and qgZ has a single all-to-all. Replicas (HSDP) all-reduce without rounding. Packing, collective and
+unpacking run on FSDP's streams, in place of FSDP's own collective, and the host does not wait.
 
 Source: ZeRO++ arXiv:2306.10209. If reshard_after_forward is an integer, FSDP2 also keeps secondary shards, but does not
 support TP or experts, and adds two process groups per block. Effect: FSDP calls the collectives in this file.
@@ -187,7 +187,8 @@ class AllGather(DefaultAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ):
-        """Fill `output_tensor` with the shards of all ranks. Returns no Work: FSDP's stream runs everything in order.
+        """Fill `output_tensor` with the shards of all ranks. Returns no Work, because FSDP's stream runs all kernels in
+        order.
 
         Weights change between a backward and the next forward, so every forward creates a new secondary shard, even if
         the previous shard was never used. Only backward reads secondary shards.

@@ -1,9 +1,9 @@
 """List the error bars of the forecast for each family of layouts.
 
 The forecast of a published run is compared with its published speed. A stack is the code base of a trainer: all
-published runs of torchtitan form one stack, and so do all runs of NVIDIA's Megatron. The constants for this comparison
-are fitted without the runs of the stack that the published run belongs to. A family has no error bar if its runs come
-from fewer than three stacks.
+published runs of torchtitan form one stack, and so do all runs of NVIDIA's Megatron. For this comparison, the constants
+are fitted only to the runs of all other stacks. A family has no error bar if its runs come from fewer than three
+stacks.
 """
 
 from typing import NamedTuple

@@ -55,7 +55,7 @@ class Cluster:
 
     # Efficiency of an infinitely large matmul at the power limit. Fit.
     matmul_efficiency: float = 0.64
-    # The efficiency of matmuls in float8, with a scale per tensor and per row. Fit.
+    # Efficiency of matmuls in float8: first with a scale per tensor, then with a scale per row. Fit.
     float8_efficiency: float = 0.60
     rowwise_efficiency: float = 0.35
     # Cost of a tile's prologue and epilogue, as a number of elements of the inner dim. Fit.
@@ -170,7 +170,8 @@ class Cluster:
         return self.latency_s + links_s + network_s
 
 
-# GPUs without NVLink between all GPUs of a node. Each GPU uses its PCIe slot (version 4, x16). The network is assumed.
+# GPUs of nodes in which NVLink does not connect all GPUs. Each GPU uses its PCIe slot (version 4, x16). The network
+# bandwidth is an assumption.
 without_nvlink = partial(Cluster, link_bandwidth=32 * GB, network_bandwidth=12.5 * GB)
 
 # One row for each value of --gpu, with the constants that differ from the H100's
@@ -261,8 +262,8 @@ ROWS = [
     # torchtitan's machine of 2024: 96 GB of HBM2e at 2.4 TB/s, and a limit of 500 W, which lowers the clock. The value
     # 0.88 is from an older fit, which assets/benchmarks/published.py does not repeat.
     Cluster("h100-96", memory_bytes=96 * GB, memory_bandwidth=2.4e12, clock=0.88),
-    # One rank on one core of an x86 server with AVX-512, and gloo over loopback. The values are measured, to one digit.
-    # The reserve factors (reserved / allocated memory) are 1, because free() returns memory to the system.
+    # The values were measured, to one digit, with one rank on one core of an x86 server with AVX-512, and gloo over
+    # loopback. The reserve factors (reserved / allocated memory) are 1, because free() returns memory to the system.
     Cluster(
         "cpu",
         peak_bfloat16=9e10,
@@ -295,7 +296,7 @@ def describe_node(cluster: Cluster, n_ranks: int) -> Machine:
 
 
 def find_gpu_row(device_name: str) -> str:
-    """Return the name of the row for the device name that the driver reports, or "h100" if no row fits."""
+    """Return the value of --gpu for the device name that the driver reports, or "h100" if no value fits."""
     for name in CLUSTERS:
         if name.split("-")[0] in device_name.lower():
             return name
@@ -303,9 +304,9 @@ def find_gpu_row(device_name: str) -> str:
 
 
 def list_strides(layout: Layout) -> dict[str, int]:
-    """Map each dim to the distance in ranks between neighbors on it.
+    """Return mesh dim -> distance in ranks between two neighbors along this dim.
 
-    In addition to the mesh dims, there are fsdp, ep and efsdp, and for ZeRO++ the two parts of an FSDP dim: `near` has
+    The result also has the dims fsdp, ep and efsdp. For ZeRO++, it also has the two parts of an FSDP dim: `near` has
     the ranks inside a node, and `far` one rank per node.
     """
     strides = {}

@@ -76,7 +76,7 @@ def describe_plan(planned: PlannedRun, options: argparse.Namespace) -> str:
         f"peak memory of a GPU with {planned.cluster.memory_bytes / GIB:.1f} GiB\n{describe_memory(planned)}",
         f"one step {step_time_s:.3g} s{average}\n{describe_time(planned)}\n"
         f"  {n_steps:,} steps, {tokens * n_steps:,} tokens, take {duration} (h:min:s)",
-        f"traffic of one step, on the rank that moves most\n{describe_traffic(planned)}",
+        f"traffic of one step, on the rank that moves the most bytes\n{describe_traffic(planned)}",
     ]
     if options.mtbf_hours:
         mtbf_s = options.mtbf_hours * 3600
@@ -99,9 +99,9 @@ def describe_memory(planned: PlannedRun) -> str:
         if not memory.gradients:  # with one microbatch, the peak is at the loss, before backward
             cells[1] = "none yet"
         rows.append((f"  {name}", *cells))
-    legend = "at most: with the allocator's reserve and CUDA, at the upper end of the 80 % range; this must fit"
+    legend = "at most: live memory, allocator's reserve and CUDA, at the upper end of the 80 % range; this sum must fit"
     if planned.has_own_reserve:
-        legend = "at most: with the allocator's reserve and CUDA; this must fit"
+        legend = "at most: live memory, allocator's reserve and CUDA; this sum must fit"
     return f"{format_table(rows)}\n  {legend}\n  {planned.source_of_reserve}"
 
 
@@ -118,7 +118,7 @@ def describe_time(planned: PlannedRun) -> str:
     _, p, m, v = planned.workload.pipeline
     if p > 1:
         even = (p - 1) / (v * m + p - 1)
-        bubble += f" (1F1B with equal stages and free sends: {even:.1%})"
+        bubble += f" (1F1B with equal stages and sends that take no time: {even:.1%})"
     return (
         f"{format_table(rows, '<>>')}\n"
         f"  {expected.tokens_per_s_per_gpu:,.0f} tokens/s/GPU ({planned.family}: {compared})\n"

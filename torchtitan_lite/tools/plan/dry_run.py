@@ -5,8 +5,7 @@
 A dry run calls the same functions as training, with the same arguments. Tests compare a dry run with the formulas of
 plan: the collectives are equal, and memory is within a few percent. Collectives return at once and tensors have no
 storage (fake_world.py), so a dry run for 16,384 ranks takes no more time and memory than a dry run for a single rank.
-`shorten_run` reduces the number of microbatches in a step to a few, and the dry run is compared with the formulas for
-the step with few microbatches.
+`shorten_run` leaves only a few microbatches in a step. The dry run is compared with the formulas for this shorter step.
 
 Scratch memory of kernels is not counted, because no operator returns it. In a dry run for a GPU, operators save the
 same tensors as CUDA kernels do: no S x S mask, and one kernel per norm. compile is off, so the memory is an upper bound
@@ -74,7 +73,7 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
             enter(fake_world.gpu_kernels())
         if model_args.moe:
             enter(fake_world.even_experts(planned.workload))
-        # The initial weights do not matter here. Computing the weights would take as long as a microbatch.
+        # The initial weights do not matter here, and computing them would take as long as a microbatch.
         enter(patch.object(build, "initialize_weights", lambda *args: None))
         enter(fake_world.fake_tensors())
         enter(meter.watching())

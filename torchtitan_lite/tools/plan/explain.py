@@ -100,7 +100,8 @@ def join_layers(owners: list[str]) -> str:
 
 
 def format_collectives(collectives: list[Collective]) -> str:
-    """Return a table of the collectives in and between forward and backward. Repeated passes and layers are merged."""
+    """Return a table of the collectives in and between forward and backward. Equal passes, and equal layers of a pass,
+    are merged."""
     passes = Counter()
     for phase, calls in groupby(
         collectives, key=lambda call: call.site.phase.replace("recompute", "backward")
@@ -114,7 +115,7 @@ def format_collectives(collectives: list[Collective]) -> str:
 
 
 def list_walk_rows(calls: Iterable[Collective]) -> list[tuple[str, ...]]:
-    """Return the rows of one pass. Successive layers with the same collectives share rows."""
+    """Return the table rows of one pass, such as a forward. Successive layers with the same collectives share rows."""
     by_owner = defaultdict(list)
     for call in calls:
         owner, module = LAYER.fullmatch(call.site.module).groups()

@@ -62,7 +62,8 @@ def fake_tensors() -> Iterator[None]:
     """Context manager: new tensors have a shape and no storage."""
     outside = _disable_current_modes()  # the result decorates functions
     with (
-        # DTensor infers shapes with fake tensors of the full shape. The meter must not count these tensors as memory.
+        # DTensor infers shapes with fake tensors of the full shape. The meter must not count the tensors of
+        # the full shape as memory.
         patch.object(
             ShardingPropagator,
             "_propagate_tensor_meta_non_cached",
@@ -126,7 +127,7 @@ def multiply_fake_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor
     """Call bmm instead of grouped_mm unless the dtype is bfloat16, because torch's meta function accepts only this
     dtype.
 
-    Like grouped_mm, bmm is repeated by recompute.
+    Recompute repeats bmm in the same way as grouped_mm.
     """
     if rows.dtype == torch.bfloat16:
         return F.grouped_mm(rows, matrices, offs=ends)
@@ -137,8 +138,9 @@ def multiply_fake_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor
 def gpu_kernels() -> Iterator[None]:
     """Context manager: attention without a mask, fused norms and fused updates, as on CUDA.
 
-    On a CPU, F.rms_norm saves three more tensors of the size of x than on CUDA. Therefore layer norm replaces RMS norm:
-    it is one kernel, and saves its input and two numbers per row. RMS norm on CUDA saves almost the same tensors.
+    On a CPU, F.rms_norm saves three more tensors of the size of x than on CUDA. Therefore layer norm replaces RMS norm.
+    Layer norm is one kernel, and saves its input and two numbers per row. RMS norm on CUDA saves almost the same
+    tensors.
     """
     with (
         # attention without a mask is one kernel, which saves the same tensors for backward as flex attention
@@ -156,6 +158,7 @@ def gpu_kernels() -> Iterator[None]:
 def attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """Compute attention without a window. This uses as much memory as flex attention with windows and sinks."""
+    """Compute attention without a window. This function uses as much memory as flex attention with windows and
+    sinks."""
     out = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
     return out if sinks is None else out * sinks.sigmoid()[:, None, None].to(out.dtype)

@@ -24,9 +24,10 @@ from torchtitan_lite.tools.plan.workload import LayerKind, Workload
 CAUSAL_EDGE = 300
 TILE_ROWS = 128  # rows of a tile in a grouped matmul's result
 KERNELS_OF_LAYER = {False: 29, True: 15}  # compiled -> kernels in forward, except matmuls
-# Host time of torch's Python code, as a number of launches (host_s): for a linear layer on DTensors in forward, and for
-# the hooks of an FSDP group in forward or in backward. Measured on one core of an x86_64 server without a GPU (torch
-# 2.13): 0.5 and 1.1 ms. pytorch issue 173680 reports 1 ms for hooks (torch 2.10).
+# Host time of torch's Python code, as a number of launches (host_s). LAUNCHES_OF_DTENSOR is for a linear layer on
+# DTensors in forward: 0.5 ms. LAUNCHES_OF_HOOKS is for the hooks of an FSDP group in forward or in backward: 1.1 ms.
+# These times were measured with torch 2.13 on one core of an x86_64 server without a GPU. pytorch issue 173680 reports
+# 1 ms for hooks (torch 2.10).
 LAUNCHES_OF_DTENSOR = 50
 LAUNCHES_OF_HOOKS = 100
 # number of additional kernels in an MoE layer: router, sorting, all-to-alls, experts
@@ -46,7 +47,8 @@ Times = tuple[float, float, float]
 
 
 class Phases(NamedTuple):
-    """Seconds of one microbatch on a rank. The first three include the last five: recompute and waits per mesh axis."""
+    """Seconds of one microbatch on a rank. The first three fields include the other five, which are the time of
+    recompute and the waits for each mesh axis."""
 
     forward: float = 0.0
     backward_input: float = 0.0
@@ -130,7 +132,7 @@ class LayerTime:
         """Seconds of a layer's attention in forward and backward. Causal attention has 2*T*S*H*E FLOPs in forward."""
         w = self.workload
         cluster = self.cluster
-        # n_keys: half of the entries of the score matrix, or fewer with windows
+        # n_keys is half of the entries of the score matrix, or fewer if the attention has windows
         _, n_keys = count_keys(w.args, w.seq_len, w.attention_row)
         n_keys /= w.args.n_layers
         heads_dim = w.args.n_heads * w.args.head_dim / w.layout.tp
@@ -154,7 +156,7 @@ class LayerTime:
         included.
 
         Rows are copied when they are sorted by expert, when they are sorted back, and before and after the all-to-alls.
-        Eager code sums them in fp32.
+        Eager code sums the rows of a token in fp32.
         """
         w = self.workload
         return (9 if w.layout.ep > 1 else 5) * w.compute_bytes + 16 * (not w.compiled)
@@ -182,7 +184,7 @@ class LayerTime:
             n_bytes = of_head * heads_dim + of_gate * c * kind.products_dim
         n_bytes += of_norm * c * len(kind.norms) * args.dim
         n_bytes *= w.n_tokens / w.layout.tp
-        once_bytes = 0.0  # bytes that backward does not move twice
+        once_bytes = 0.0  # bytes that backward moves only once; it moves all other bytes twice
         if kind.is_moe:
             per_row = args.dim * self.row_bytes + of_gate * c * args.moe.expert_ffn_dim
             n_bytes += w.n_rows * per_row
@@ -196,8 +198,8 @@ class LayerTime:
         """Seconds of an MoE layer's small kernels in forward. Backward takes twice as long as forward. No trainer
         compiles these kernels.
 
-        With ep, the host waits for the counts of rows, so the device waits for each of these launches. Without ep, the
-        forecast adds the same time, which is 2 % of a step with large microbatches.
+        With ep, the host waits for the counts of rows, so the device waits for each of these launches. The forecast
+        also adds this time to layouts without ep, where it is 2 % of a step with large microbatches.
         """
         return KERNELS_OF_EXPERTS * self.cluster.host_s
 
@@ -271,8 +273,8 @@ class LayerTime:
         """Return the seconds that a layer waits for FSDP in forward (all-gather) and backward (also reduce-scatter).
 
         FSDP2 copies unsharded parameters out of a buffer, and gradients into a buffer. These copies do not overlap with
-        compute. They are counted for experts only: in dense layers, the copies are short, and the fitted constants
-        include them.
+        compute. The forecast counts these copies only for experts. In dense layers, the copies are short, and the
+        fitted constants include their time.
         """
         w = self.workload
         layout = w.layout
@@ -298,8 +300,8 @@ class LayerTime:
         return wait, late * (copied + self.expose("fsdp", again, backward))
 
     def gather_time(self, gathered: Counter[str], *, again: bool = False) -> float:
-        """Return the seconds to all-gather parameters. `gathered` maps an axis to the bytes without qwZ, which has
-        one byte per parameter. `again` is true for the all-gather in backward."""
+        """Return the seconds to all-gather parameters. `gathered` maps an axis to the number of bytes if qwZ is off.
+        With qwZ, a parameter has one byte. `again` is true for the all-gather in backward."""
         w = self.workload
         seconds = 0.0
         for axis, n_bytes in gathered.items():

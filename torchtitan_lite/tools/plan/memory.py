@@ -50,14 +50,14 @@ class RankMemory:
     workload: Workload
     # Properties of torch: number of pipeline stages that FSDP keeps unsharded, and bytes of a rotary angle
     n_gathered = STAGES_GATHERED
-    angle_bytes = 4  # a rotary angle, per token and element of a head
+    angle_bytes = 4  # bytes of a rotary angle; a token has one angle per element of a head
 
     @property
     def fullest(self) -> Memory:
         """The memory of the rank with the most live bytes.
 
-        This rank belongs to the first pp rank, the second (which may have one layer more than the others) or the last
-        (which has the logits).
+        Only three pp ranks can have the most live bytes: the first, the second (which may have one layer more than the
+        others) and the last (which has the logits).
         """
         last = self.workload.layout.pp - 1
         memories = map(self.estimate, {0, min(1, last), last})
@@ -161,7 +161,9 @@ class RankMemory:
         moe = args.moe
         c = w.compute_bytes
         weights = 4 * moe.top_k
-        if moe.normalize_top_k:  # also the weights before normalization, and their sum
+        if (
+            moe.normalize_top_k
+        ):  # routing also saves the weights before normalization, and their sum
             weights += 4 * (moe.top_k + 1)
         router = 4 * (args.dim + moe.n_experts) + weights
         rows = 3 * 8 + 4 * args.dim + (args.dim + 4 * moe.expert_ffn_dim) * c
@@ -176,10 +178,10 @@ class RankMemory:
     def estimate_layer(self, kind: LayerKind) -> tuple[float, float]:
         """Return the bytes that a layer saves per microbatch, and the additional bytes at the peak of its backward.
 
-        In backward, a layer holds recomputed activations and temporary gradients. An MoE layer can need more memory at
-        two other times: first, while the next MoE layer is all-gathered into a buffer and copied out of it; second,
-        while the layer's own gradients are reduced, and exist in the compute dtype and in fp32. By then, the layer's
-        activations are freed, and under ZeRO 3 also its unsharded parameters.
+        In backward, a layer holds recomputed activations and temporary gradients. An MoE layer can need more memory
+        than this at two other times. At the first, the next MoE layer is all-gathered into a buffer and copied out of
+        the buffer. At the second, the layer's own gradients are reduced, and exist in the compute dtype and in fp32.
+        The layer's activations are already freed then, and under ZeRO 3 also its unsharded parameters.
         """
         w = self.workload
         args = w.args
@@ -191,16 +193,16 @@ class RankMemory:
         moments = []
         if kind.is_moe:
             experts = self.list_kept_by_experts()
-            # The outputs of the experts in fp32. They are multiplied by the routing weights.
+            # The outputs of the experts in fp32. Routing multiplies these outputs by the routing weights.
             weighted = w.n_rows * args.dim * MASTER_BYTES
             of_experts = w.n_rows * (3 * args.moe.expert_ffn_dim + args.dim) * width
             exchanged = 5 * w.rows_bytes if layout.ep > 1 else 0
-            # First the gradients of the weighted rows and of the routing weights, then the gradients of experts or
-            # all-to-alls.
+            # First, backward holds the gradients of the weighted rows and of the routing weights. Then it holds the
+            # gradients of the experts or of the all-to-alls.
             temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
             gathered = kind.sizes["efsdp"] * width
             reduced = kind.sizes["efsdp"] * MASTER_BYTES
-            # FSDP makes a second copy, because it concatenates slices of experts
+            # if FSDP shards each expert, it makes a second copy, because it concatenates slices of the experts
             if layout.zero_stage == 3:
                 moments.append(gathered * (2 if w.cuts_experts else 1))
             else:
@@ -261,7 +263,8 @@ class RankMemory:
         for index in indices:
             kept[index] = sum(n_bytes * kind.count(w.stages[index]) for kind, n_bytes, _ in layers)
             if index == 0 and not kept[index]:
-                # A stage with only the embedding saves its output. Later stages keep a receive buffer.
+                # A stage that has only the embedding saves the output of the embedding. Stages after it keep a receive
+                # buffer.
                 kept[index] = w.hidden_bytes / w.layout.tp
             elif kept[index]:
                 kept[index] += w.n_tokens * w.args.head_dim * self.angle_bytes
@@ -279,7 +282,7 @@ class RankMemory:
         return max((kind.gathered.total() for kind, *_ in layers), default=0)
 
     def list_moments(self, layers: LayerEstimates) -> list[Moment]:
-        """List the moments that can be the peak without a pipeline.
+        """List the moments at which memory can peak if there is no pipeline.
 
         The moments are the loss, the last and the first block in backward, and the reduction of the embedding's
         gradient. Activations are freed while gradients are allocated. FSDP all-gathers into a buffer, from which it

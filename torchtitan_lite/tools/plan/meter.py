@@ -149,9 +149,9 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            # DTensor and AsyncCollectiveTensor call the operator again on their plain tensors
+            # DTensor and AsyncCollectiveTensor call the operator again on the tensors that they wrap
             return NotImplemented
-        # local operators need a call site too, because backward looks up the sites of forward
+        # operators without communication need a call site too, because backward looks up the call sites of forward
         site = self._find_site()
         if func in CONTEXT_ATTENTION:
             with self:
@@ -216,7 +216,7 @@ class Meter(TorchDispatchMode):
             frame = frame.f_back
         site = CallSite(line, module, phase or outside or "between")
         if phase == "backward" and node is not None:
-            # the first call site that forward recorded after it created this node
+            # the first call site that was recorded after forward had created this node
             at = bisect_left(self._in_forward, node._sequence_nr() + 1, key=itemgetter(0))
             if at < len(self._in_forward):
                 _, forward = self._in_forward[at]

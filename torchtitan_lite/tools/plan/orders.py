@@ -33,7 +33,7 @@ HALVES = {"F": "F", "B": "IW", "I": "I", "W": "W"}
 
 
 class Pipeline(NamedTuple):
-    """The numbers that determine the order of a step."""
+    """The schedule and the sizes that determine the order of the actions in a step."""
 
     schedule: str
     pp: int
@@ -46,12 +46,13 @@ class Pipeline(NamedTuple):
         return self.n_microbatches // max(1, self.n_microbatches // self.pp)
 
     def stages_of(self, rank: int) -> range:
-        """Return the stages of a pp rank, unless they form a V."""
+        """Return the stages of a pp rank in all schedules except V schedules."""
         return range(rank, self.pp * self.n_stages_per_rank, self.pp)
 
 
 def list_row(pipeline: Pipeline, rank: int) -> list[Action]:
-    """Return the actions of one pp rank. If pp is 1, these are forward and backward of each microbatch in turn."""
+    """Return the actions of one pp rank. If pp is 1, the actions are forward and backward of each microbatch in
+    turn."""
     return ORDERS["1F1B" if pipeline.pp == 1 else pipeline.schedule](pipeline, rank)
 
 
@@ -60,11 +61,12 @@ def list_order(pipeline: Pipeline) -> Order:
 
 
 def shorten(pipeline: Pipeline) -> list[tuple[Pipeline, int]]:
-    """Return pipelines with fewer microbatches that replace a long pipeline, each with its weight.
+    """Return pipelines with fewer microbatches, and their weights, to replace a long pipeline.
 
-    The time of the long order, and its number of microbatches in flight, are weighted sums over the short orders. In a
-    full pipeline, each round of microbatches adds the same amount. So a quantity f of m microbatches is
-    f(m) = f(a) + k * (f(a + round) - f(a)), with a = m - k * round. An order of at most four rounds is not shortened.
+    The step time of the long pipeline, and its number of microbatches in flight, are weighted sums of the values of the
+    short pipelines. In a full pipeline, each round of microbatches adds the same amount to these quantities. So such a
+    quantity f of m microbatches is f(m) = f(a) + k * (f(a + round) - f(a)), with a = m - k * round. A pipeline of at
+    most four rounds is not shortened.
     """
     size = pipeline.round_size
     n_skipped = pipeline.n_microbatches // size - 3
@@ -97,9 +99,9 @@ def interleave(
 ) -> list[Action]:
     """List Interleaved1F1B: forwards fill the pipeline, then forwards and backwards alternate.
 
-    Microbatches run in rounds. For each pp rank after it, a rank starts with `hops` additional forwards. 1F1B has one
-    stage per rank and `hops` = 1. If the backward is split (InterleavedZeroBubble), each W is delayed by `rank`
-    backwards after its I.
+    Microbatches run in rounds. A rank starts with `hops` additional forwards for each later pp rank. 1F1B has one stage
+    per rank and `hops` = 1. If the backward is split (InterleavedZeroBubble), each W is delayed by `rank` backwards
+    after its I.
     """
     size = pipeline.round_size
     stages = pipeline.stages_of(rank)
@@ -144,7 +146,8 @@ def zero_bubble_v(pipeline: Pipeline, rank: int) -> list[Action]:
     """List ZBVZeroBubble: forwards fill both arms, then F, I and W alternate, then I runs before the remaining W."""
     _, pp, n_microbatches, _ = pipeline
     n_after = pp - rank - 1  # ranks after this one
-    # The pattern needs at least 2 * pp - 1 microbatches. Actions of surplus microbatches are removed at the end.
+    # The pattern needs at least 2 * pp - 1 microbatches. If the step has fewer, the actions of the additional
+    # microbatches are removed at the end.
     n_filling = max(2 * pp - 1, n_microbatches)
     steps = "aF " * (2 * n_after + 1)
     steps += "bF aF " * rank
@@ -174,7 +177,7 @@ def dual_pipe_v(pipeline: Pipeline, rank: int) -> list[Action]:
     split = last[rank + 1 :]
     for arm in split:
         steps += f"{arm}I "
-    weights = split + "a" * n_after  # each W in the order of its I
+    weights = split + "a" * n_after  # W actions run in the order of the I actions
     for arm in weights[:n_after]:
         steps += f"{arm}W aI "
     for arm in weights[n_after:]:
@@ -201,17 +204,18 @@ ORDERS: dict[str, Callable[..., list[Action]]] = {  # names as in torch
 #         |       `-- stage 2 has gradients
 #         `-- 4 microbatches in flight at most
 
-# set of stages that have gradients -> most microbatches in flight at that time, by stage, in tenths
+# Maps a set of stages to the microbatches in flight (stage -> tenths of a microbatch). The numbers are for the time at
+# which exactly these stages have gradients and most microbatches are in flight.
 InFlight = dict[frozenset[int], Counter[int]]
 STAGES_GATHERED = 3  # torch unshards the next three stages of a pp rank, and reshards the others
-# Kind of an action -> tenths of a microbatch that it adds. Between the two halves of a split backward, a microbatch
-# counts 1.6 times, because it also holds the gradients of the outputs of norms and linear layers: in a block of Llama
-# 8B, 264 KiB per token instead of 164.
+# Kind of an action -> tenths of a microbatch that the action adds to the microbatches in flight. Between the two halves
+# of a split backward, a microbatch counts 1.6 times, because it also holds the gradients of the outputs of norms and
+# linear layers: in a block of Llama 8B, 264 KiB per token instead of 164.
 TENTHS = {"F": 10, "B": -10, "I": 6, "W": -16}
 
 
 def count_in_flight(row: list[Action]) -> InFlight:
-    """Return the microbatches in flight on a pp rank at its possible memory peaks, in tenths.
+    """Return how many microbatches are in flight on a pp rank, in tenths, at each possible peak of memory.
 
     The activations of a microbatch are live from its F to its last backward. A stage reduces its gradients after its
     last B or W.
@@ -234,7 +238,7 @@ def count_in_flight(row: list[Action]) -> InFlight:
 
 @cache
 def extrapolate_in_flight(pipeline: Pipeline, rank: int) -> InFlight:
-    """Return the result of count_in_flight for one pp rank, extrapolated from short orders."""
+    """Return the result of count_in_flight for one pp rank, extrapolated from short pipelines."""
     total = defaultdict(Counter)
     for short, weight in shorten(pipeline):
         for with_gradients, held in count_in_flight(list_row(short, rank)).items():

@@ -266,7 +266,8 @@ def draw_box(
     left += width * columns.start / n_columns
     width *= len(columns) / n_columns
     y = 1 + 40 * rows.start / n_rows
-    height = max(bool(rows), 40 * len(rows) / n_rows)  # at least 1, to be visible
+    # a slice that is not empty is at least 1 high, to be visible
+    height = max(bool(rows), 40 * len(rows) / n_rows)
     at = f'x="{left:.1f}" width="{width:.1f}" y="{y:.1f}" height="{height:.1f}"'
     return f'<rect class="{look}" color="{color}" {at}/>'
 
@@ -308,7 +309,7 @@ def draw_memory(planned: PlannedRun) -> str:
     memories = list_memory(planned)
     live = max(memory.live for memory in memories.values())
     length = 1.02 * max(capacity, planned.taken_bytes)
-    is_small = live < length / 20  # in this case, the bar shows only live memory
+    is_small = live < length / 20  # if true, the bars show only live memory
     if is_small:
         length = live
     bars = ""
@@ -334,7 +335,7 @@ def draw_memory(planned: PlannedRun) -> str:
 
 
 def draw_time(planned: PlannedRun) -> str:
-    """Draw the parts of a step, and for each axis the exposed and the hidden communication."""
+    """Draw the parts of a step, and for each axis the exposed and the overlapped communication."""
     parts_s = planned.forecast.parts_s
     length = planned.forecast.step_time_s
     parts = []

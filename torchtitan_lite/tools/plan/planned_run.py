@@ -37,7 +37,7 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
     """Return the workload of a run, with "auto" values resolved for a GPU. Raises ConfigError."""
     if config.activation_checkpoint.mode == "memory_budget":
         why = "the compiler chooses what to recompute, so there is no closed form for this mode"
-        remedy = 'Plan with "none" and with "full": the result is between the two'
+        remedy = 'Plan with "none" and with "full". The result for memory_budget is between them'
         raise ConfigError([Problem("activation_checkpoint.mode", "memory_budget", why, remedy)])
     config = resolve_config(config, layout, "cuda")
     float8 = config.quantize.linear.float8
@@ -128,13 +128,16 @@ class PlannedRun:
     @property
     def source_of_reserve(self) -> str:
         if self.has_own_reserve:
-            return "reserve of this trainer, measured without a GPU; no error bar, because no run confirmed it"
+            return (
+                "the allocator's reserve was measured for this trainer without a GPU; it has no error bar, because no "
+                "run confirmed it"
+            )
         return self.memory_bar.describe(self.cluster.name)
 
     @property
     def has_own_reserve(self) -> bool:
-        """Whether the ratio of reserved to allocated memory is this trainer's own (OWN_RESERVE). True on one GPU,
-        because published runs use several GPUs."""
+        """Whether the forecast uses the ratio of reserved to allocated memory that was measured for this trainer
+        (OWN_RESERVE). True on one GPU, because published runs use several GPUs."""
         return self.layout.world_size == 1 and self.cluster.name != "cpu"
 
     def name_rank(self, pp_rank: int) -> str:

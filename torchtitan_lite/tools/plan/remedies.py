@@ -16,7 +16,7 @@ from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.unmodeled import warn_of_unmodeled
 
 MOST_TIMES = 64  # largest number of GPUs on which `plan` looks for enough memory, as a multiple of the GPUs of the run
-MOST_IDLE = 0.15  # `plan` prints a remark if ranks do not compute in a larger fraction of a step
+MOST_IDLE = 0.15  # `plan` prints a remark if ranks are idle for more than this part of a step
 LEVERS = [  # settings that save memory, in ascending order of the time that they cost
     ("training.loss_chunk_tokens", 1024),
     ("parallelism.zero_stage", 3),
@@ -51,8 +51,8 @@ def list_remarks(planned: PlannedRun) -> list[str]:
     waiting = expected.parts_s["waiting for dp"] / expected.step_time_s
     if waiting > MOST_IDLE:
         remarks.append(
-            f"{waiting:.0%} of a step waits for all-gathers and reductions over dp. More sequences per rank "
-            "(training.global_batch_size) or pipeline stages may be faster. Try --search"
+            f"ranks wait for all-gathers and reductions over dp during {waiting:.0%} of a step. More sequences per "
+            "rank (training.global_batch_size) or pipeline stages may be faster. Try --search"
         )
     if not planned.fits:
         sizes = f"{planned.taken_bytes / GIB:.1f} of {cluster.memory_bytes / GIB:.1f} GiB"
@@ -82,7 +82,8 @@ def advise_gpus(planned: PlannedRun) -> str:
 def list_changed(
     planned: PlannedRun, changes: Iterable[tuple[str, object]]
 ) -> Iterator[tuple[str, object, PlannedRun]]:
-    """Yield key, value and run for each change of a single key that `check` accepts and that fits in memory."""
+    """Yield key, value and changed run for each change of a single key, if `check` accepts the run and the run fits in
+    memory."""
     for key, value in changes:
         with suppress(ConfigError):
             config = with_value(planned.config, key, value)
@@ -140,7 +141,7 @@ def warn_of_groups(layout: Layout, cluster: Cluster) -> list[str]:
         inner = gcd(degree, cluster.node_size)
         if inner < degree:
             warnings.append(
-                f"{dim} {degree} communicates in every layer across nodes of {cluster.node_size}. "
+                f"{dim} {degree} communicates in every layer across nodes of {cluster.node_size} ranks. "
                 f"Use parallelism.{key} = {inner}"
             )
     return warnings

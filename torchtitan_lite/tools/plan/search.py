@@ -41,10 +41,11 @@ NO_EP = """
 Why the best layout has no ep: in this trainer, all-to-alls overlap with nothing and rows are
 sorted twice, while the all-gathers of experts overlap with a large microbatch. ep inside a node
 saves no network traffic: with and without ep, FSDP moves equally many bytes through each NIC.
-With few tokens per rank, a layout with ep is faster than one without. A published run contradicts
-this forecast: Qwen3 30B-A3B with ep8 and DeepEP, 12,040 tokens/s/GPU on 8 H100 (NeMo AutoModel).
-A run with torch's all-to-all agrees with it: 9,930 with ep8 on 8 B200; 14,796 with DeepEP, as
-fast as without ep (torchtitan of Nous Research)."""
+With few tokens per rank, a layout with ep is faster than a layout without ep. A published run
+contradicts this forecast: Qwen3 30B-A3B with ep8 and DeepEP, 12,040 tokens/s/GPU on 8 H100 (NeMo
+AutoModel). The torchtitan fork of Nous Research agrees with the forecast: with ep8 on 8 B200, it
+reaches 9,930 tokens/s/GPU with torch's all-to-all. With DeepEP, the fork reaches 14,796, and is as
+fast as without ep."""
 RECOMPUTE = [
     ActivationCheckpoint("none"),
     ActivationCheckpoint("selective", "op"),
@@ -118,7 +119,8 @@ def list_proposals(
 
 
 def list_schedules(config: Config, pp: int, n_layers: int) -> list[tuple[str, int | None]]:
-    """Return (schedule, layers per stage) pairs. The second is None if the schedule sets the number of stages."""
+    """Return (schedule, layers per stage) pairs. The layers per stage are None if the schedule sets the number of
+    stages."""
     section = config.parallelism
     if pp == 1:
         return [(section.pipeline_parallel_schedule, None)]
@@ -153,7 +155,7 @@ def rank_layouts(fitting: list[PlannedRun], n_best: int = N_BEST) -> list[Planne
 
 
 def is_common(planned: PlannedRun) -> bool:
-    """Return whether publications often use layouts of this kind.
+    """Return whether publications often use the combination of parallelisms of this run.
 
     Common layouts use cp only for long sequences, 1F1B on up to 16 pp ranks, and ep only for models with experts and
     only inside a node.

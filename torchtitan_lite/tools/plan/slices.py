@@ -5,7 +5,8 @@
     tokens    positions between matmuls: 1/(cp x tp)        positions in matmuls: all-gathered over tp
     experts   1/(ep x efsdp)                                1/ep, all-gathered over efsdp
 
-explain.py prints the same slices for every parameter, from a dry run. A test compares the slices of both files.
+From a dry run, explain.py prints the same slices for every parameter. A test compares these slices with the slices of
+this file.
 """
 
 from math import ceil
@@ -41,7 +42,7 @@ def find_slices(layout: Layout, rank: int, n_rows: int, seq_len: int, n_experts:
     data_rank = at["dp_replicate"] * layout.dp_shard + at["dp_shard"]
     used_rows = slice_range(range(n_rows), layout.tp, tp)
     used_tokens = [range(seq_len)]
-    if layout.cp > 1:  # an early and a late piece (context_parallel.py)
+    if layout.cp > 1:  # a rank has an early and a late piece of the sequence (context_parallel.py)
         used_tokens = []
         for piece in (cp, 2 * layout.cp - 1 - cp):
             used_tokens.append(slice_range(range(seq_len), 2 * layout.cp, piece))

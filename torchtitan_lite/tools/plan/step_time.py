@@ -16,7 +16,8 @@ from torchtitan_lite.tools.plan.timeline import simulate
 
 # ZeRO stage -> bytes that FSDP reads and writes per parameter if there is only one shard: per step, and per microbatch.
 # FSDP casts and copies weights, and concatenates, copies and adds gradients. The numbers were recorded with float32
-# weights (assets/benchmarks/2026-11-29-no-gpu.md). With bfloat16 weights, ZeRO 3 moves 6 bytes less per microbatch.
+# weights (assets/benchmarks/2026-11-29-no-gpu.md). With bfloat16 weights, ZeRO 3 moves 6 bytes less per parameter and
+# microbatch than in this table.
 COPIED_BYTES = {1: (22, 10), 2: (-2, 26), 3: (-12, 46)}
 
 
@@ -38,7 +39,7 @@ class StepTime(LayerTime):
 
     @cached_property
     def stages(self) -> list[Phases]:
-        """The phases of each stage, for its layers and its head. The time of the embedding is negligible."""
+        """The phases of each stage, summed over its layers and its head. The time of the embedding is negligible."""
         kinds = self.workload.kinds
         phases = [*map(self.describe_layer, kinds), self.describe_head()]
         found = {}
@@ -58,7 +59,7 @@ class StepTime(LayerTime):
         return w.hidden_bytes / w.layout.tp / bandwidth + self.cluster.network_latency_s
 
     def seconds_of(self, action: Action) -> float:
-        """Return the duration of an action. B, a backward that is not split, takes I + W."""
+        """Return the duration of an action. B, a backward that is not split, takes as long as I and W together."""
         forward, of_input, of_weight, *_ = self.stages[action.stage]
         return {"F": forward, "B": of_input + of_weight, "I": of_input, "W": of_weight}[action.kind]
 

@@ -51,7 +51,8 @@ def simulate(order: Order, seconds_of: Callable[[Action], float], send_s: float 
     An action that never runs, because of a deadlock, has no event.
     """
     last_stage = max(chain(*order)).stage
-    done: dict[tuple[int, str, int], tuple[float, int]] = {}  # work -> its end and pp rank
+    # (stage, half of an action, microbatch) -> end time, pp rank
+    done: dict[tuple[int, str, int], tuple[float, int]] = {}
     clocks_s = [0.0] * len(order)
     to_come = [deque(row) for row in order]
     events: list[Event] = []

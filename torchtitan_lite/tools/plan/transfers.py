@@ -114,7 +114,7 @@ def list_calls_of_stage(w: Workload, index: int) -> list[Call]:
     # Each tp rank contributes two fp32 numbers per token: the sum of exponentials, and the target's logit.
     sums_bytes = w.n_tokens * w.layout.tp * 8
     n_chunks = ceil(w.n_tokens / w.chunk_tokens)
-    # Per neighbor one send and one receive: hidden states in one direction, gradients in the opposite direction
+    # A stage has one send and one receive per neighbor: hidden states move in one direction, gradients in the other
     ranks = w.layout.stage_ranks
     nearest = ranks[max(0, index - 1) : index + 2]  # includes this stage's own rank
     n_neighbors = sum(rank != ranks[index] for rank in nearest)
@@ -200,7 +200,7 @@ def list_calls_of_fsdp(w: Workload, stage: Stage, n_gathers: int) -> list[Call]:
     """List the calls of FSDP (fsdp.py). `n_gathers` is the number of times that the stage is all-gathered under ZeRO 1
     and 2."""
     m = w.layout.n_microbatches
-    numbers = [n_gathers] * 3  # all-gathers of embedding, head, and each other group
+    numbers = [n_gathers] * 3  # all-gathers of the embedding, of the head, and of every other group
     if w.layout.zero_stage == 3:
         # Blocks are resharded after forward and backward. The head is not resharded between its forward and its
         # backward, and the backward of the embedding needs no weight. In a pipeline, torch does not reshard after a

@@ -31,7 +31,8 @@ def warn_of_unmodeled(planned: PlannedRun) -> list[str]:
 
 
 def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
-    """Return unmodeled key or module -> what the forecast counts instead. A key is named with its value."""
+    """Return name -> what the forecast counts instead, for each unmodeled key or module. The name of a key includes its
+    value."""
     unmodeled = {}
     for key, counted in INSTEAD.items():
         value = get_value(planned.config, key)
@@ -43,19 +44,21 @@ def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
     optimizer = planned.config.optimizer.name
     if optimizer not in ("AdamW", "SGD", "Muon"):
         unmodeled[f"optimizer.name = {optimizer}"] = (
-            "the moments of its row in OPTIMIZERS, updated in one pass"
+            "the moments that OPTIMIZERS lists for this optimizer, updated in one pass"
         )
     if planned.workload.async_tp and planned.workload.float8:
         unmodeled["parallelism.enable_async_tensor_parallel = True"] = (
             "6 of 10 collectives of a block as fused, but float8 allows only 1"
         )
     if planned.workload.updates_matrices and planned.config.optimizer.groups:
-        unmodeled["optimizer.groups"] = "rounds of Muon with matrices of all groups"
+        unmodeled["optimizer.groups"] = "rounds of Muon that mix the matrices of all groups"
     attention = planned.config.model.attention
     if ATTENTIONS[attention].window is None:
         unmodeled[f"model.attention = {attention}"] = "causal attention over the whole sequence"
     for row in list_added_ends(planned.model_args):
-        unmodeled[row.name] = "its weights and FLOPs once, but neither its time nor its activations"
+        unmodeled[row.name] = (
+            "the weights and FLOPs of this module once, but neither its time nor its activations"
+        )
     if MODELS[planned.model_args.name].head_calls > 1:
         unmodeled["calls of output"] = (
             "the FLOPs and the time of all calls, but the memory of a single call"
@@ -67,5 +70,5 @@ def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
         timed.update(row.name for row in kind.colwise + kind.rowwise + kind.norms)
         others = {row.name for row in kind.block if row.kind not in ("router", "experts")}
         for name in sorted(others - timed):
-            unmodeled[name] = "its weights, but neither its time nor its activations"
+            unmodeled[name] = "the weights of this module, but neither its time nor its activations"
     return unmodeled

@@ -33,11 +33,9 @@ def write_walk(planned: PlannedRun, rank: int) -> str:
     layout = planned.layout
     n_ranks = layout.world_size
     if n_ranks > MOST_WALKED_RANKS:
-        why = (
-            f"a walk needs a dry run of every pp rank, so it has at most {MOST_WALKED_RANKS} ranks"
-        )
+        why = f"the page needs a dry run of every pp rank, so a layout may have at most {MOST_WALKED_RANKS} ranks"
         raise UserError(
-            f"--gpus = {n_ranks}: {why}. Use fewer, such as --gpus 8, or `plan --html` for the whole layout"
+            f"--gpus = {n_ranks}: {why}. Use fewer ranks, such as --gpus 8. `plan --html` draws the whole layout"
         )
     seq_len = planned.config.training.seq_len
     name = f"{planned.config.job.config_name} on {n_ranks} ranks: one token on rank {rank}"

@@ -50,7 +50,8 @@ class Matrix(NamedTuple):
     """A matrix, or a batch of experts' matrices, that Muon updates."""
 
     sizes: tuple[int, ...]  # (..., rows, columns)
-    owners: tuple[str, int, int]  # axis of FSDP, and the numbers of FSDP and tp ranks that shard it
+    # FSDP axis, number of FSDP ranks and number of tp ranks that shard the matrix
+    owners: tuple[str, int, int]
     n_at_rest: int  # elements on rank 0 between steps
 
 
@@ -81,10 +82,10 @@ class LayerKind:
         # Blocks of Llama have SwiGLU and rotary embeddings; blocks of GPT have neither.
         self.is_gated = any(module.name.endswith("w3") for module in self.block)
         # Full recompute skips a rowwise matmul at the end of a block, because backward does not need its output.
-        # Experts at the end of a block are repeated, because the gradients of the routing weights need the outputs of
-        # the experts.
+        # Full recompute does not skip experts at the end of a block, because the gradients of the routing weights need
+        # the outputs of the experts.
         self.ends_in_rowwise = self.block[-1].kind == "linear"
-        # Number of modules for keys and values, if several ranks share each of their heads
+        # number of modules that compute keys or values, or 0 if each tp rank has its own key/value heads
         self.n_shared = sum(module.kv_heads > 0 for module in self.block) if w.n_sharing > 1 else 0
         # tp all-gathers one input for wq, wk and wv, and reduce-scatters the partial sums of each rowwise layer.
         self.n_gathers = len(list_gathered(self.block))
@@ -107,8 +108,8 @@ class LayerKind:
         return stage.n_layers[self.is_moe]
 
     def average(self, **by_mode: float) -> float:
-        """Return the average over layers of a number that depends on the recompute mode. A mode that is not given
-        counts as 0."""
+        """Return the average over layers of a number that depends on the recompute mode. For a mode that is not in
+        `by_mode`, the number is 0."""
         total = sum(by_mode.get(mode, 0.0) * n for mode, n in self.recompute.items())
         return total / self.recompute.total()
 
@@ -137,13 +138,14 @@ class Workload:
     attention: str = "cudnn"
     weight_bytes: int = MASTER_BYTES  # bytes per element of a weight, and of its gradient
     moment_bytes: int = 8  # optimizer state per parameter
-    # Muon updates matrices. Its optimizer state is MASTER_BYTES smaller per element than AdamW's.
+    # Whether Muon updates the matrices. Muon's optimizer state is MASTER_BYTES smaller per element than AdamW's.
     updates_matrices: bool = False
     loss_chunk_tokens: int = 0  # 0 computes all logits at once
     compiled: bool = False
     compiles_loss: bool = False
     async_tp: bool = False
-    ring: bool = False  # True: cp passes keys and values around a ring; False: cp all-gathers them
+    # Whether cp passes keys and values around a ring. If false, cp all-gathers them.
+    ring: bool = False
     balances_by_loss: bool = False  # the auxiliary loss counts routes over full sequences
     # Properties of other trainers, for published runs. The defaults describe this trainer.
     grad_bytes: int = MASTER_BYTES  # bytes per element of a gradient between microbatches
@@ -160,7 +162,7 @@ class Workload:
         self.n_rows = 0  # R
         if args.moe:
             self.n_rows = self.n_tokens // layout.tp * args.moe.top_k
-        # Bytes of the keys of one head. The values of a head need the same number of bytes.
+        # Bytes of the keys of one head. The values of the head have as many bytes as the keys.
         self.head_bytes = self.n_tokens * args.head_dim * self.compute_bytes
         self.rows_bytes = self.n_rows * args.dim * self.compute_bytes
         # Hidden states of a microbatch, (B, S/cp, D), before tp shards them
@@ -185,14 +187,15 @@ class Workload:
         self.reduced_bytes = self.compute_bytes if sums_each else MASTER_BYTES
         # Whether FSDP shards the matrices of each expert, because the ranks cannot share whole experts equally
         self.cuts_experts = find_expert_dim(args, layout.ep, layout.efsdp) != 0
-        # Elements of the embedding on a tp rank. The output head has the same number of elements.
+        # Elements of the embedding on a tp rank. The output head has as many elements as the embedding.
         self.table = round_up(args.vocab_size // layout.tp, layout.fsdp) * args.dim
         n_stages_per_rank = len(layout.stages) // layout.pp
         self.pipeline = Pipeline(self.schedule, layout.pp, layout.n_microbatches, n_stages_per_rank)
         self.stages = count_modules(layout.stages, args)
         self.has_added_ends = bool(list_added_ends(args))
         self.kinds = [LayerKind(self, modes, is_moe) for is_moe, modes in self.recompute.items()]
-        # By stage: axis -> number of parameters on a rank before FSDP shards them, bytes that an all-gather returns
+        # Each stage has two dicts: axis -> number of parameters on a rank before FSDP shards them, and axis -> bytes
+        # that an all-gather returns.
         found = {stage: sum_groups(self.groups_of(stage)) for stage in set(self.stages)}
         self.sizes = []
         self.gathered = []
@@ -212,7 +215,7 @@ class Workload:
             self.at_rest.append(at_rest)
 
     def with_recompute(self, recompute: dict[bool, Counter]) -> "Workload":
-        """Return this workload with different recompute modes. The copy shares all other values."""
+        """Return this workload with different recompute modes. The copy shares all other values with this workload."""
         other = copy(self)
         other.recompute = recompute
         other.kinds = []
@@ -233,7 +236,7 @@ class Workload:
         return shape
 
     def shard(self, module: ModuleRow) -> tuple[str, list[Unsharded]]:
-        """Return the axis over which FSDP shards a module, and its weight and its bias."""
+        """Return the axis over which FSDP shards a module, and the sizes of the module's weight and bias."""
         axis = "efsdp" if module.kind in ("router", "experts") else "fsdp"
         rows, *others = self.shape_on_rank(module)
         if module.kind != "experts":
@@ -267,7 +270,7 @@ class Workload:
         is_shared = self.args.tie_embeddings and self.layout.pp == 1
         embedding = []
         head = []
-        root = []  # FSDP's group of all other modules (fsdp.py)
+        root = []  # the FSDP group of all modules that have no group of their own (fsdp.py)
         for row in stage.ends:
             _, parameters = self.shard(row)
             if row.name == "tok_embeddings":
@@ -288,7 +291,7 @@ class Workload:
         return groups
 
     def sum_stages(self, counts: Sequence[Counter[str]], pp_rank: int) -> Counter[str]:
-        """Return the sum of the counts of the stages of a pp rank."""
+        """Sum `counts` over the stages of a pp rank."""
         indices = self.layout.stages_of(pp_rank)
         return sum((counts[index] for index in indices), Counter())
 
@@ -316,7 +319,7 @@ class Workload:
         """Return the rounds of Muon: the sizes of the largest matrix, and axis -> elements in an all-to-all of rank 0.
 
         A round has two all-to-alls, to the owners of the matrices and back. The number of elements is the average of
-        both all-to-alls.
+        the two all-to-alls.
         """
         rounds = []
         alike = defaultdict(list)
@@ -330,7 +333,7 @@ class Workload:
                 # Rank 0 and its tp peers own the first tp matrices. Rank 0 owns the first matrix.
                 over_fsdp = sum(slices[tp:]) + sum(blocks[:tp]) - sum(slices[:tp])
                 over_tp = sum(blocks[1:tp]) + blocks[0] * (tp - 1)
-                # Scale to an all-to-all with equal splits that moves the average of the two directions.
+                # An all-to-all of this many elements, with equal splits, moves the average of the two directions.
                 elements = {}
                 if n > 1:
                     elements[axis] = over_fsdp / 2 * n / (n - 1)
@@ -342,7 +345,7 @@ class Workload:
 
 
 def sum_groups(groups: Iterable[Group]) -> tuple[Counter[str], Counter[str]]:
-    """Return two sums of groups by axis: numbers of elements, and bytes that an all-gather returns."""
+    """Sum groups by axis. Return axis -> number of elements, and axis -> bytes that an all-gather returns."""
     sizes = Counter()
     gathered = Counter()
     for axis, parameters, n_groups in groups:
@@ -353,7 +356,7 @@ def sum_groups(groups: Iterable[Group]) -> tuple[Counter[str], Counter[str]]:
 
 
 def round_up(size: int, unit: int) -> int:
-    """Round up to a multiple of `unit`. FSDP pads the rows of a weight in this way."""
+    """Round up to a multiple of `unit`, as FSDP does when it pads the rows of a weight."""
     return -(-size // unit) * unit
 
 
