@@ -10,7 +10,7 @@ All arithmetic is in fp32. Only the moments are rounded, once per step, to 8 sig
 Because of this rounding, beta2 must not exceed 0.99. In a step with a zero gradient, the second moment should decay by
 the factor beta2. Neighboring bf16 values differ by 0.4 to 0.8 %, and rounding undoes any decay that is smaller than
 half of this difference. With beta2 = 0.999, the second moment would never decay, so one large gradient would slow down
-its weight forever. With beta2 = 0.99, rounding makes the decay coarse, but never undoes it.
+the updates of the weight forever. With beta2 = 0.99, rounding makes the decay coarse, but never undoes it.
 
 There is no communication, because each rank updates its own shards. Sources: AdamW arXiv:1711.05101; bf16 moments:
 DeepSeek-V3 arXiv:2412.19437.

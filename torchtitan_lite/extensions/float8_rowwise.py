@@ -29,7 +29,7 @@ class Rowwise(Recipe):
     ) -> Tensor:
         """Multiply a (M, K) @ b (K, N) -> (M, N) with the float8 matmul of the GPU.
 
-        If torch was built for CUDA before 12.9, this uses a CUTLASS kernel, which is slow with exact accumulation.
+        If torch was built for CUDA before 12.9, torch uses a CUTLASS kernel, which is slow with exact accumulation.
         """
         product = torch._scaled_mm(
             a.data.contiguous(),

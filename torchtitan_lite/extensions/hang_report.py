@@ -44,7 +44,7 @@ kind_of_call = itemgetter("name", "sizes")
 
 
 def warn_of_timeout(step_s: float, timeout_s: int) -> None:
-    """Log that steps are nearly as long as the time-out of collectives."""
+    """Log that the time of a step is close to the timeout of collectives."""
     key = "comm.train_timeout_seconds"
     logger.info(
         f"a step took {step_s:.3g} s, and collectives time out after {key} = {timeout_s}. If a later step is slower, "
@@ -162,7 +162,7 @@ def read_recorder(
     """For each process group, return the number of its last call, and its first pending call.
 
     The name of a group, "mesh_tp [0, 1]", is the same on all of its ranks. `thread` is the main thread, or the
-    checkpoint thread that it waits for. Calls of other checkpoint threads are left out. If a call has failed
+    checkpoint thread that it waits for. Calls of other checkpoint threads are not included. If a call has failed
     (`has_failed`) and no call is pending any more, the last call is treated as pending.
 
     For each group, also returns the first call in which this step differs from all earlier steps, and the call that the

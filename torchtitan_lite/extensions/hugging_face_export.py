@@ -90,7 +90,8 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
 
 
 def cut_into_files(n_bytes: dict[str, int], most_file_bytes: int) -> list[list[str]]:
-    """Distribute tensors (name -> bytes) over files of at most `most_file_bytes`. A larger tensor gets its own file."""
+    """Distribute tensors (name -> bytes) over files of at most `most_file_bytes`. A tensor that is larger than this
+    gets its own file."""
     files = []
     free_bytes = 0  # free space in the last file
     for name, size in n_bytes.items():
@@ -106,7 +107,9 @@ def has_conversations(corpora: list[str]) -> bool:
     """Return whether the corpora of a run have conversations. Prints the names of missing corpora."""
     for name in corpora:
         if name not in DATASETS and not Path(name).exists():
-            print(f"{name} is not here. If it has conversations, check the chat template and {END}")
+            print(
+                f"{name} is not here. If this corpus has conversations, check the chat template and {END}"
+            )
     return any(Path(name, "train.targets").exists() for name in corpora)
 
 
@@ -138,8 +141,8 @@ def make_config_json(
             changed[TIE_KEY] = model_args.tie_embeddings
         if context and context > (published.get(LENGTH) or context):
             changed[LENGTH] = context
-            # If original_max_position_embeddings is missing, transformers uses the changed max_position_embeddings
-            # instead.
+            # If original_max_position_embeddings is missing, transformers reads max_position_embeddings in its place,
+            # but this value has just been changed.
             if scaling and scaling.kind == "llama3":
                 changed[ORIGINAL_LENGTH] = scaling.original_length
         return published | changed

@@ -13,7 +13,7 @@
     ...mlp.experts.0.gate_proj.weight  (F, D)        ...feed_forward.experts.w1  (experts, D, F)
 
 Modules, shapes and names come from models/NAME/table.py. Shapes are the same on both sides, except that Hugging Face
-has one transposed matrix per expert. Hugging Face stores the rows of wq and wk in another order than this trainer
+has one transposed matrix per expert. Hugging Face stores the rows of wq and wk in a different order than this trainer
 (hugging_face.py).
 
 A tied model usually stores only the embedding. If a folder has only the head, the model is also tied. If a folder has
@@ -38,7 +38,7 @@ from torchtitan_lite.models.registry import CONFIG
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"  # if present, transformers applies a LoRA adapter
+ADAPTER = "adapter_config.json"  # if this file exists, transformers applies a LoRA adapter
 
 # a constant that old versions of transformers saved in every layer
 NO_WEIGHTS = "rotary_emb.inv_freq"

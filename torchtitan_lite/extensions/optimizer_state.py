@@ -1,5 +1,5 @@
 """Raise an error for an optimizer that the trainer cannot call, that fails inside torch, or that has unsaved state.
-Loaded for all optimizers except AdamW and SGD.
+This file is loaded for all optimizers except AdamW and SGD.
 
 A checkpoint saves the tensors in state[parameter], and a resume restores the tensors that the first step creates. A
 number in state[parameter], in a parameter group or in an attribute would be reset when a run resumes, so the losses
@@ -31,9 +31,9 @@ def build_watched(
     """
     name = f"{builder.__module__}.{builder.__name__}"
     remedy = (
-        f"The trainer calls it with groups and {', '.join(kernels)}, and calls step without a closure. Parameters are "
-        "DTensors, and each group has lr, betas, eps and weight_decay. Write a class that needs no other arguments, "
-        "and name its file in extensions/ in the optimizer's row of OPTIMIZERS (config/choices.py)"
+        f"The trainer calls the class with groups and {', '.join(kernels)}, and calls step without a closure. "
+        "Parameters are DTensors, and each group has lr, betas, eps and weight_decay. Write a class that needs no "
+        "other arguments, and name its file in extensions/ in the optimizer's row of OPTIMIZERS (config/choices.py)"
     )
     try:
         signature(builder).bind(groups, **kernels)
@@ -60,8 +60,8 @@ def build_watched(
             text = " ".join(repr(value).split())  # the repr of a tensor may have several lines
             raise UserError(
                 f"the optimizer keeps {kept} = {text:.80} in {place}, which no resume would restore. "
-                "Create all entries of state[parameter] in the first step: scalar tensors, or tensors of the class "
-                "of the parameter that are not Partial. Subclass an optimizer instead of keeping one, and keep "
+                "Create all entries of state[parameter] in the first step: scalar tensors, or tensors that have the "
+                "class of the parameter and are not Partial. Subclass an optimizer instead of keeping one, and keep "
                 "constants in a tuple"
             )
         if any(self.state.values()) and not n_moments:
@@ -99,6 +99,6 @@ def is_saved(owner: object, value: object) -> bool:
     # no rank would save a DTensor of partial sums
     if any(placement.is_partial() for placement in getattr(value, "placements", ())):
         return False
-    # A plain tensor would be saved by one rank only, although each rank has different values for its shard of the
-    # parameter.
+    # If the state of a DTensor is not a DTensor, only one rank would save it, although each rank has different values
+    # for its shard of the parameter.
     return value.dim() == 0 or isinstance(value, type(owner.data))

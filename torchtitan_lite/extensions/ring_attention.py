@@ -55,8 +55,8 @@ class KeysOfRanks:
     def list_visible(self) -> Iterator[tuple[int, slice, slice, Tensor]]:
         """Yield the keys that this rank's queries attend to, rank by rank, starting with this rank's own keys.
 
-        Each item has a rank, the slice of this rank's queries that attend to keys of that rank, the slice of these
-        keys, and the keys with their values.
+        Each item has a source rank, the slice of this rank's queries that attend to keys of the source rank, the slice
+        of these keys, and the keys with their values.
         """
         half = self.key_value.shape[3] // 2
         for source, key_value in self.fetch():

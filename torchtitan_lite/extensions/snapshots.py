@@ -5,9 +5,9 @@
     shared    dump_folder/checkpoint/step-10/                                 all shards
               dump_folder/checkpoint/run_id                                   deleted with the checkpoints of the run
 
-A snapshot has the format of a checkpoint, and is committed by a rename. A host keeps the last two snapshots. On start,
-a rank can use a snapshot if its host stores the shards of this rank. If a host was lost or the layout has changed, all
-ranks load the shared checkpoint instead (resume.py). All snapshots are deleted at the end of the run.
+A snapshot has the format of a checkpoint, and is committed by a rename. A host keeps the last two snapshots. When a run
+starts, a rank can use a snapshot if the host of the rank stores the rank's shards. If a host was lost or the layout has
+changed, all ranks load the shared checkpoint instead (resume.py). All snapshots are deleted at the end of the run.
 """
 
 import logging

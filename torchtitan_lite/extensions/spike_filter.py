@@ -1,4 +1,4 @@
-"""Skip steps whose gradient norm is a spike: more than K times the running median. training.skip_spikes is K.
+"""Skip steps whose gradient norm is a spike (more than K times the running median). training.skip_spikes is K.
 
     norms     1.0 1.1 0.9 ... 1.0 | 9.0     | 1.1        the window: the last training.spike_window finite norms
     median                    1.0 | 1.0     | 1.0

@@ -1,4 +1,4 @@
-"""Keep weights in bfloat16: 8 bytes of training state per parameter, or 10 with fp32 sums of gradients.
+"""Keep weights in bfloat16: 8 bytes of training state per parameter, or 10 if gradients are summed in fp32.
 
     between steps     weight bf16 2   gradient bf16 2   moments bf16 2 + 2
     ZeRO 1 also needs a gradient in fp32, 4 bytes per parameter, while it sums the microbatches of a step

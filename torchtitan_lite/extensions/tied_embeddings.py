@@ -1,4 +1,4 @@
-"""Tie embeddings in a pipeline: the first pipeline stage owns the matrix, and the last computes with a copy of it.
+"""Tie embeddings in a pipeline: the first stage owns the matrix, and the last stage computes with a copy of it.
 
     before the forward of a step      the last stage receives the weights             one broadcast
     after the backward of a step      the first stage adds the gradient of the copy   one all-reduce

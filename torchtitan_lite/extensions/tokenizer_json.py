@@ -1,4 +1,4 @@
-"""Read a Hugging Face tokenizer.json. Its ids are the same as those of the package `tokenizers` (extra `hf`).
+"""Read a Hugging Face tokenizer.json. The ids are the same as in the package `tokenizers` (extra `hf`).
 
 If the file describes a byte-level BPE for which tiktoken and the package give the same ids (byte_level_bpe.py),
 tiktoken encodes the text, because tiktoken is three times as fast as the package. Otherwise the package encodes the

@@ -163,8 +163,8 @@ def is_section(start: str) -> bool:
 
 
 def suggest_key(key: str) -> str:
-    """Return a remedy for an unknown key. The remedy names a key with the same last part in another section, or a key
-    with a similar name."""
+    """Return a remedy for an unknown key. The remedy names a key of another section that has the same last part, or a
+    key with a similar name."""
     key = key.lower()
     if "." not in key:
         return (

@@ -4,12 +4,12 @@
     query 4, layer with window        x x x    x      the softmax covers the scores and the sink, whose value is 0:
     query 4, layer without        x x x x x    x      out = sum of exp(score) * value / (sum of exp(score) + exp(sink))
 
-A query attends to keys inside its window, and with model.attention = "document", only to those of its own document. All
-layers of a model with windows or sinks use this module. The model computes one mask for each kind of layer, once per
-batch. On a CPU, the mask is explicit, (B, 1, Q, K). On CUDA, flex attention gets a BlockMask, as in
+A query attends to keys inside its window. If model.attention is "document", it attends only to keys of its own
+document. All layers of a model with windows or sinks use this module. The model computes one mask for each kind of
+layer, once per batch. On a CPU, the mask is explicit, (B, 1, Q, K). On CUDA, flex attention gets a BlockMask, as in
 model/document_attention.py. Flex attention computes the output without sinks. A sink then scales the output by exp(lse)
 / (exp(lse) + exp(sink)), where lse is the log-sum-exp of the scores. The CUDA path has never run on a GPU. Tests
-compare its blocks and its outputs on a CPU.
+compare the blocks and the outputs of this path on a CPU.
 
 `attention.inner.sinks.weight` has a logit for each query head. tp splits the logits in the same way as the heads.
 

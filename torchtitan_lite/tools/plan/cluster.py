@@ -10,9 +10,9 @@
 Two effects matter most when layouts are compared: small matmuls are less efficient than large ones, and a collective
 that is fully overlapped still slows compute down.
 
-The comment on each constant names its source. "Fit" means that the constant is fitted to published runs: it has one
-value for all runs, with two digits. assets/benchmarks/published.py repeats the fit once for each trainer (stack),
-without the runs of this trainer. To add a machine, add a row to ROWS.
+The comment on each constant names its source. "Fit" means that the constant is fitted to published runs. It has one
+value for all runs, with two digits. For each trainer (stack), assets/benchmarks/published.py repeats the fit without
+the runs of that trainer. To add a machine, add a row to ROWS.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Cluster:
     memory_bytes: float = 81559 * MIB
     memory_bandwidth: float = 3.35e12
     node_size: int = 8  # number of GPUs that the fast links connect
-    # inside a node; half of the datasheet's number, which counts both directions
+    # bandwidth inside a node: half of the datasheet's number, because the datasheet counts both directions
     link_bandwidth: float = 450 * GB
     network_bandwidth: float = 50 * GB  # between nodes
     n_multiprocessors: int = 132  # a multiprocessor computes one tile at a time
@@ -73,8 +73,8 @@ class Cluster:
     # 370 of 450 GB/s on H100, 235 of 300 on A100: nccl-tests issue 212
     link_efficiency: float = 0.80
     network_efficiency: float = 0.92  # 46 to 48 GB/s on a 400 Gb/s NIC: nccl-tests issue 290
-    # Latencies of a ring with the protocol Simple: per collective, per hop in a node, per hop between nodes. Source:
-    # NCCL, tuning.cc.
+    # Latencies of NCCL's rings with the protocol Simple: per collective, per hop in a node, per hop between nodes.
+    # Source: NCCL, tuning.cc.
     latency_s: float = 8.4e-6
     link_latency_s: float = 3.4e-6
     network_latency_s: float = 14e-6
@@ -91,8 +91,8 @@ class Cluster:
     grouped_efficiency: float = 0.81
     # With async TP, this fraction of tp's collectives overlaps with matmuls. Fit.
     async_tp_hidden: float = 0.61
-    # Bytes that the allocator reserves per byte in use, without tp and with tp. The factor is larger with tp, because
-    # copies of hidden states are often allocated and freed. Fit.
+    # Bytes that the allocator reserves per byte in use: first without tp, then with tp. The second factor is larger,
+    # because copies of hidden states are often allocated and freed. Fit.
     reserve_factor: float = 1.21
     tp_reserve_factor: float = 1.27
     context_bytes: float = 2 * GIB  # memory of CUDA and NCCL, outside of the allocator. Assumed.
@@ -211,8 +211,8 @@ ROWS = [
         triton_forward=0.13,
         triton_backward=0.08,
     ),
-    # Peaks, memory and multiprocessors were written from memory and should be checked against NVIDIA's data sheets. The
-    # efficiencies are assumed. The forecasts of the next five rows have not been compared with any run.
+    # Peaks, memory sizes and numbers of multiprocessors were not looked up, and should be checked against NVIDIA's data
+    # sheets. The efficiencies are assumed. The forecasts of the next five rows have not been compared with any run.
     without_nvlink(
         "4090",
         peak_bfloat16=PEAK_BF16_FLOPS["RTX 4090"],
@@ -290,7 +290,7 @@ CLUSTERS = {row.name: row for row in ROWS}
 
 def describe_node(cluster: Cluster, n_ranks: int) -> Machine:
     """Return a remote host with `n_ranks` GPUs of the cluster."""
-    if cluster.name == "cpu":  # memory_bytes of this row is the memory of one rank
+    if cluster.name == "cpu":  # memory_bytes is the memory of one rank
         return Machine("cpu", 1, int(cluster.memory_bytes * n_ranks), "CPU", is_here=False)
     return Machine("cuda", n_ranks, int(cluster.memory_bytes), cluster.name.upper(), is_here=False)
 

@@ -4,7 +4,8 @@ torch.
     memory      memory.py           bubble, time    the simulated schedule, with durations from step_time.py
     traffic     transfers.py        remarks         settings that waste time or memory, and better values
 
-`plan --dry-run` also runs step.py on fake tensors and prints both results; `plan --search` ranks all layouts.
+`plan --dry-run` also runs step.py on fake tensors, and prints its results next to the formulas' results.
+`plan --search` ranks all layouts.
 """
 
 import argparse

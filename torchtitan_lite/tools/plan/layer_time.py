@@ -25,9 +25,9 @@ CAUSAL_EDGE = 300
 TILE_ROWS = 128  # rows of a tile in a grouped matmul's result
 KERNELS_OF_LAYER = {False: 29, True: 15}  # compiled -> kernels in forward, except matmuls
 # Host time of torch's Python code, as a number of launches (host_s). LAUNCHES_OF_DTENSOR is for a linear layer on
-# DTensors in forward: 0.5 ms. LAUNCHES_OF_HOOKS is for the hooks of an FSDP group in forward or in backward: 1.1 ms.
-# These times were measured with torch 2.13 on one core of an x86_64 server without a GPU. pytorch issue 173680 reports
-# 1 ms for hooks (torch 2.10).
+# DTensors in forward, which takes 0.5 ms. LAUNCHES_OF_HOOKS is for the hooks of an FSDP group in forward or in
+# backward, which take 1.1 ms. These times were measured with torch 2.13 on one core of an x86_64 server without a GPU.
+# pytorch issue 173680 reports 1 ms for hooks (torch 2.10).
 LAUNCHES_OF_DTENSOR = 50
 LAUNCHES_OF_HOOKS = 100
 # number of additional kernels in an MoE layer: router, sorting, all-to-alls, experts
@@ -208,8 +208,8 @@ class LayerTime:
     def tensor_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds of tp's collectives in the forward, the backward and the recompute of a layer.
 
-        Each colwise matmul that reads an all-gathered tensor returns a gradient for it, and these gradients are added.
-        An eager addition reads two tensors and writes one.
+        In backward, each colwise matmul returns a gradient for the all-gathered tensor that it read, and these
+        gradients are added. An eager addition reads two tensors and writes one.
         """
         w = self.workload
         if w.layout.tp == 1:
@@ -254,8 +254,9 @@ class LayerTime:
     def context_parallel_times(self, kind: LayerKind) -> Times:
         """Return the seconds that a layer waits for keys and values.
 
-        An all-gather overlaps with attention on the local shard, which is 1/cp of the attention. A ring overlaps with
-        all of the attention. The reduction of fp32 gradients overlaps with compute only in a ring.
+        An all-gather overlaps with attention on the local shard, which is 1/cp of the attention. The transfers of a
+        ring overlap with all of the attention. The reduction of fp32 gradients overlaps with compute only if cp uses a
+        ring.
         """
         w = self.workload
         fetch = self.collective_time("cp", w.keys_values_bytes)
@@ -332,7 +333,7 @@ class LayerTime:
     def describe_layer(self, kind: LayerKind) -> Phases:
         """Return the phases of a layer, averaged over its recompute modes.
 
-        Full recompute skips the last matmul, because backward does not need its output.
+        Full recompute skips the last matmul, because backward does not need the output of this matmul.
         """
         w = self.workload
         times = {row.name: self.module_times(row) for row in kind.block if row.kind != "norm"}

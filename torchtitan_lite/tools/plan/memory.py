@@ -37,7 +37,7 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-# kind of layer, bytes that it saves for backward, additional bytes in its backward
+# kind of layer, bytes that the layer saves for backward, additional bytes in the backward of the layer
 LayerEstimates = list[tuple[LayerKind, float, float]]
 # bytes at one moment of a step: unsharded parameters, gradients, activations, working
 Moment = tuple[float, float, float, float]
@@ -101,7 +101,7 @@ class RankMemory:
         return [(kind, *self.estimate_layer(kind)) for kind in self.workload.kinds]
 
     def list_kept(self, kind: LayerKind) -> dict[str, float]:
-        """Return recompute mode -> bytes per token that a layer saves for backward, without router and experts.
+        """Return recompute mode -> bytes per token that a layer saves for backward, not counting router and experts.
 
         Tensors are in the compute dtype and sharded over tp, except those marked "whole". Numbers are KiB of one rank,
         for Llama 8B in bf16.
@@ -114,7 +114,7 @@ class RankMemory:
 
         Each mode also saves the log-sum-exp of attention, 4 bytes per head, unless attention is recomputed. QK norms
         save their input and 4 bytes per head. In MoE layers, "op" recomputes pieces of the block. The norm before the
-        experts is not part of any piece, so its input and output are saved.
+        experts is not part of any recomputed piece, so the input and output of this norm are saved.
         """
         w = self.workload
         args = w.args
@@ -179,9 +179,9 @@ class RankMemory:
         """Return the bytes that a layer saves per microbatch, and the additional bytes at the peak of its backward.
 
         In backward, a layer holds recomputed activations and temporary gradients. An MoE layer can need more memory
-        than this at two other times. At the first, the next MoE layer is all-gathered into a buffer and copied out of
-        the buffer. At the second, the layer's own gradients are reduced, and exist in the compute dtype and in fp32.
-        The layer's activations are already freed then, and under ZeRO 3 also its unsharded parameters.
+        than this at two other times. At the first time, the next MoE layer is all-gathered into a buffer and copied out
+        of the buffer. At the second time, the layer's own gradients are reduced, and exist in the compute dtype and in
+        fp32. The layer's activations are already freed then, and under ZeRO 3 also its unsharded parameters.
         """
         w = self.workload
         args = w.args
@@ -197,8 +197,8 @@ class RankMemory:
             weighted = w.n_rows * args.dim * MASTER_BYTES
             of_experts = w.n_rows * (3 * args.moe.expert_ffn_dim + args.dim) * width
             exchanged = 5 * w.rows_bytes if layout.ep > 1 else 0
-            # First, backward holds the gradients of the weighted rows and of the routing weights. Then it holds the
-            # gradients of the experts or of the all-to-alls.
+            # First, backward holds the gradients of the weighted rows and of the routing weights. Then backward holds
+            # the gradients of the experts or of the all-to-alls.
             temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
             gathered = kind.sizes["efsdp"] * width
             reduced = kind.sizes["efsdp"] * MASTER_BYTES
@@ -220,9 +220,9 @@ class RankMemory:
     def estimate_loss(self) -> float:
         """Return the largest number of bytes that the loss holds.
 
-        The loss always holds the fp32 gradient of the weight. In addition, forward holds a chunk's logits in both
-        dtypes and their gradient, and backward holds the gradient of the logits and the chunk's contribution to the
-        weight's gradient. The result includes only the larger of these two sums.
+        The loss always holds the fp32 gradient of the weight. In addition, forward holds a chunk's logits in the
+        compute dtype and in fp32, and the gradient of these logits. Backward holds the gradient of the logits and the
+        chunk's contribution to the weight's gradient. The result includes the larger of these two sums.
         """
         w = self.workload
         width = w.compute_bytes
@@ -230,7 +230,7 @@ class RankMemory:
         weight = vocab_size * w.args.dim
         logits = vocab_size * w.chunk_tokens
         if width == MASTER_BYTES:
-            # In fp32, one tensor has the logits and then their gradient; the weight's gradient is accumulated in-place.
+            # In fp32, one tensor has the logits and then their gradient. The weight's gradient is accumulated in-place.
             return (weight + logits) * MASTER_BYTES
         in_forward = logits * (2 * width + MASTER_BYTES)
         in_backward = (weight + logits) * width

@@ -89,8 +89,8 @@ class Collective:
 
 
 def find_process_group(args: tuple) -> dist.ProcessGroup:
-    """Find the process group in a collective's arguments. The group is passed as an object, or by its name, which is
-    the last string."""
+    """Find the process group in a collective's arguments. A collective gets the group as an object, or gets the group's
+    name as its last string argument."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument)

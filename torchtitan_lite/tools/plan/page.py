@@ -183,7 +183,7 @@ def draw_mesh(planned: PlannedRun) -> str:
         ),
         (WEIGHT, "pale", "the rows that the rank uses while the block runs"),
         (TOKENS, "", f"the batch, {sizes}: the tokens that the rank holds between matmuls"),
-        (TOKENS, "pale", "the tokens that the rank multiplies"),
+        (TOKENS, "pale", "the tokens that the rank uses in matmuls"),
     ]
     if args.moe:
         entries.append((EXPERT_COLOR, "", f"the rank's experts; a layer has {args.moe.n_experts}"))
@@ -261,7 +261,7 @@ def draw_box(
     columns: range = range(1),
     n_columns: int = 1,
 ) -> str:
-    """Draw a slice of a matrix. `x`: left end and width of the matrix in the picture."""
+    """Draw a slice of a matrix. `x` has the left end and the width of the matrix in the picture."""
     left, width = x
     left += width * columns.start / n_columns
     width *= len(columns) / n_columns
@@ -360,7 +360,7 @@ def draw_time(planned: PlannedRun) -> str:
             value = f"{format_seconds(exposed_s)} exposed, {format_seconds(hidden_s)} hidden"
             halves = [(exposed_s, TIME[part], "", value), (hidden_s, TIME[part], "pale", value)]
             bars += draw_bar(f"communication over {axis}", value, halves, length)
-    about = "Solid: ranks wait. Pale: hidden behind compute. Averaged over ranks; the bubble includes sends."
+    about = "Solid: ranks wait. Pale: hidden behind compute. Times are averaged over ranks. The bubble includes sends."
     return f"<h2>Where the time goes, forecast</h2><p>{about}</p>{draw_key(entries)}{bars}"
 
 

@@ -70,7 +70,7 @@ def list_candidates(
 def list_proposals(
     config: Config, model_args: ModelArgs, world_size: int, node_size: int
 ) -> Iterator[Config]:
-    """Yield the config of every layout to try. tp stays within a node, and dp_shard is equal to dp, 64 or 8."""
+    """Yield the config of every layout to try. tp stays within a node, and dp_shard is dp, 64 or 8."""
     n_layers = model_args.n_layers
     n_experts = model_args.moe.n_experts if model_args.moe else 1
     degrees = plan_degrees(config.parallelism, world_size)

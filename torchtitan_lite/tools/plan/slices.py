@@ -30,7 +30,7 @@ class Slices(NamedTuple):
 
 
 def slice_range(whole: range, n: int, index: int) -> range:
-    """Return one of n slices. As in torch.chunk, the last slice may be smaller."""
+    """Return one of n slices. As in torch.chunk, the last slice may be smaller than the others."""
     size = ceil(len(whole) / n)
     return whole[index * size : (index + 1) * size]
 

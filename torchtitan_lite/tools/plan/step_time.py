@@ -116,8 +116,8 @@ class StepTime(LayerTime):
     def update_time(self, pp_rank: int) -> float:
         """Return the seconds of the optimizer on one pp rank.
 
-        The gradient norm reads the gradient. The update reads gradient, weight and moments, and writes weight and
-        moments. In each round of Muon, the all-to-alls and the Newton-Schulz of the largest matrix do not overlap.
+        Computing the gradient norm reads the gradient. The update reads gradient, weight and moments, and writes weight
+        and moments. In each round of Muon, the all-to-alls and the Newton-Schulz of the largest matrix do not overlap.
         """
         w = self.workload
         per_parameter = w.weight_bytes * 4 + 2 * w.moment_bytes

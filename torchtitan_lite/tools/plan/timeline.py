@@ -40,7 +40,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle fraction of the time of all ranks."""
+        """Idle time of all ranks, as a fraction of the total time of all ranks."""
         busy_s = sum(event.end - event.start for event in self.events)
         return 1 - busy_s / (self.end_time * self.n_ranks)
 

@@ -165,7 +165,7 @@ def list_calls_of_pass(w: Workload, kind: LayerKind) -> list[Call]:
         ("tp", "all-gather", n_both + kind.gathers_again, w.hidden_bytes),
         ("tp", "reduce-scatter", n_both + kind.scatters_again, w.hidden_bytes),
     ]
-    # Ranks that share a head exchange their slices of it in an all-to-all over tp, with unequal sizes.
+    # Ranks that share a head exchange their slices of the head in an all-to-all over tp. The splits have unequal sizes.
     if kind.n_shared:
         n = w.n_sharing
         evenly = (

@@ -81,9 +81,9 @@ class LayerKind:
         self.products_dim = sum(module.weight[1] for module in self.rowwise[1:])
         # Blocks of Llama have SwiGLU and rotary embeddings; blocks of GPT have neither.
         self.is_gated = any(module.name.endswith("w3") for module in self.block)
-        # Full recompute skips a rowwise matmul at the end of a block, because backward does not need its output.
-        # Full recompute does not skip experts at the end of a block, because the gradients of the routing weights need
-        # the outputs of the experts.
+        # Full recompute skips a rowwise matmul at the end of a block, because backward does not need the output of this
+        # matmul. Full recompute does not skip experts at the end of a block, because the gradients of the routing
+        # weights need the outputs of the experts.
         self.ends_in_rowwise = self.block[-1].kind == "linear"
         # number of modules that compute keys or values, or 0 if each tp rank has its own key/value heads
         self.n_shared = sum(module.kv_heads > 0 for module in self.block) if w.n_sharing > 1 else 0
