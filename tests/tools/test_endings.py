@@ -183,7 +183,7 @@ def test_the_last_line_says_how_the_run_has_ended(launcher, tmp_path, name):
     kept = list(temporary.glob("torchtitan_lite.*"))
     assert len(kept) == (status == "1")
     for folder in kept:
-        assert f"What the other ranks wrote is in {folder}/" in output
+        assert f"Files of the other ranks are in {folder}/" in output
         (text,) = [path.read_text() for path in folder.rglob("stderr.log")]
         assert text.startswith("stderr of 1\n")
         shutil.rmtree(folder)

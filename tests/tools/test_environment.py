@@ -189,7 +189,7 @@ def test_only_a_torch_that_the_machine_comes_with_is_shared_with_the_venv(checko
 
 FAILURES = {  # what goes wrong -> words of the message, which is one sentence
     "venv": "apt install python3-venv",
-    "pip": "Other allowed versions will do: {venv}/bin/python -m pip install 'alpha>=1,<2'",
+    "pip": "To use versions other than the tested ones, run: {venv}/bin/python -m pip install 'alpha>=1,<2'",
     "the folder is read-only": "{venv} cannot be used: [Errno 21] Is a directory",
 }
 

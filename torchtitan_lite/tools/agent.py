@@ -68,11 +68,11 @@ from torchtitan_lite.tools.local_ranks import (
 PCI = Path("/sys/bus/pci/devices")
 # number of lines to show from the end of a killed rank's hidden stderr; they contain the stacks of its threads
 N_LINES = 60
-JOIN_WITHIN_S = 10.0  # much longer than the 0.1 s between two checks of an agent for new hosts
+JOIN_WITHIN_S = 10.0  # much longer than 0.1 s, the interval at which an agent checks for new hosts
 
 
 class Starts(DefaultLogsSpecs):
-    """Numbers the starts of the ranks, and creates a folder for each start."""
+    """Assigns a number and a folder to each start of the ranks."""
 
     n_starts = 0
 
@@ -120,8 +120,8 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: Any) -> None:
         cause = self.ending or Ending(0, "")  # another host failed or joins
         if self.store:
-            # A host that joined late has counted fewer starts. Therefore use torchrun's store, which is new for each
-            # start.
+            # A host that joined later has counted fewer starts than the other hosts. Therefore use torchrun's store,
+            # which is new for each start.
             cause = claim_cause(worker_group.store, cause)
         if cause.status in STOPPED:
             self.ending = cause

@@ -6,9 +6,9 @@
 
 Without --layout, the implementations take turns in one process, on one CPU thread or one GPU. With --layout, they run
 on the CPU, in one process per rank. A ratio is the time of an implementation divided by the trainer's time in the same
-round; the median over rounds is printed. On a shared machine, speeds drift, but ratios do not. CPU seconds (user and
-system, all threads and ranks) depend even less on other programs. Before the timing starts, trainer and bare_loop must
-compute the same losses.
+round; the median over rounds is printed. On a shared machine, speeds drift, but ratios do not. Other programs affect
+CPU seconds (user and system time of all threads of all ranks) even less than ratios. Before the timing starts, trainer
+and bare_loop must compute the same losses.
 """
 
 import gc
@@ -71,7 +71,7 @@ class Turn(NamedTuple):
     """Times per step of one contender in one round."""
 
     seconds: float
-    cpu_seconds: float  # of all threads of all ranks
+    cpu_seconds: float  # sum over all threads of all ranks
 
 
 def main(options: Namespace, config: Config = STEP_CONFIG) -> int:
@@ -132,7 +132,7 @@ def share_rows(config: Config, degrees: dict[str, int], n_ranks: int) -> Config:
 def time_contenders(
     rank: int, n_ranks: int, config: Config, layout: Layout, options: Namespace
 ) -> list[dict[str, Turn]] | None:
-    """Return the turns of each round, as measure_rounds does, or None if the losses of the contenders differ."""
+    """Return the times of each contender in each round, or None if the losses of the contenders differ."""
     device = (
         torch.device("cpu") if options.layout else choose_device(0, detect_machine().device_type)
     )
@@ -230,7 +230,7 @@ def write_loop(
 
 
 def measure_rounds(contenders: dict[str, Callable], options: Namespace) -> list[dict[str, Turn]]:
-    """Return the turns of each round, by contender. Each round starts with a different contender."""
+    """Return the times of each contender in each round. Each round starts with a different contender."""
     names = list(contenders)
     rounds = []
     for _ in range(options.rounds):

@@ -145,7 +145,7 @@ package, even torch.""",
             GPU,
             Option(
                 "--keys",
-                'print all keys, or the keys that start with these; "new": not a key of torchtitan',
+                'print all keys, or the keys that start with the given names; "new" marks keys that torchtitan lacks',
                 str,
                 nargs="*",
             ),
@@ -169,7 +169,9 @@ documents are skipped and counted. OUT is complete or does not exist.""",
         False,
         (
             JSON,
-            Option("inputs", "in the order of the corpus", path, nargs="*"),
+            Option(
+                "inputs", "files and folders to read, in the order of the corpus", path, nargs="*"
+            ),
             Option("--out", "folder of the new corpus", path),
             [
                 Option(
@@ -209,7 +211,7 @@ documents are skipped and counted. OUT is complete or does not exist.""",
     ),
     "verify": Tool(
         "verify.command",
-        """Check that a layout computes the same as one process. Prints a certificate, or the first difference.
+        """Check that a layout computes the same results as one process. Prints a certificate, or the first difference.
 
 Reduces the config to laptop size, runs it on several CPU processes, and compares the results with one process that runs
 the same model file. The comparison covers five steps with the run's optimizer; one step of a deep model on long rows; a
@@ -262,7 +264,7 @@ runs.""",
     parameters    rows and columns of each weight on each rank
     collectives   in order: operation, mesh dims, shape, bytes that one rank moves, module, line of code
 
-This is recorded while step.py runs as one rank of the layout, on fake tensors.""",
+The output is recorded while step.py runs as one rank of the layout, on fake tensors.""",
         True,
         (
             GPUS,
@@ -310,7 +312,7 @@ is printed. On a terminal without --prompt, --chat starts a conversation.""",
             Option("--top-k", "draw from the K most likely tokens; 0: from all", tokens, 0),
             Option(
                 "--top-p",
-                "draw from the most likely tokens of this total probability",
+                "draw from the smallest set of most likely tokens with at least this total probability",
                 probability,
                 1.0,
             ),
@@ -384,11 +386,11 @@ The launcher prints the same answer when a step takes longer than comm.hang_seco
     ),
     "drill": Tool(
         "faults.drill",
-        """Which faults does a run survive, and how fast? Injects faults into runs of this config, and prints a score
-        card.
+        """Which faults does a run survive, and how fast does it recover? Injects faults into runs of this config, and
+prints a score card.
 
-Each fault gets a run of its own, with snapshots in memory, one restart, and a rank and step drawn from the seed. Every
-run is kept in --out.""",
+Each fault gets a run of its own, with snapshots in memory, at most two restarts, and a rank and a step drawn from the
+seed. Every run is kept in --out.""",
         True,
         (
             JSON,

@@ -12,12 +12,12 @@ from torchtitan_lite.config.machine import MIB, Machine
 # CUDA version of a torch build -> oldest NVIDIA driver that supports the build. Source: docs.nvidia.com, CUDA
 # compatibility
 LEAST_DRIVERS = {12: 525, 13: 580}
-# GPUs below compute capability 7.5, which builds for CUDA 13 do not support
+# GPUs with a compute capability below 7.5; builds of torch for CUDA 13 do not support these GPUs
 BEFORE_TURING = r"\b(V100\w*|P100|P40|P4|TITAN (V|X|Xp)|GTX (9|10)..)\b"
 # GPUs that need CUDA 12.8 or newer
 BLACKWELL = r"\b(G?B[123]00|GB10|RTX (PRO|50..))\b"
 PYPI_CUDA = "13.0"  # CUDA version of the torch wheels on PyPI, since torch 2.11
-# Builds of torch 2.11 to 2.14 for an older CUDA, with kernels from Maxwell to Hopper
+# Index of builds of torch 2.11 to 2.14 for CUDA 12.6. These builds have kernels for GPUs from Maxwell to Hopper
 OLDER_INDEX = "https://download.pytorch.org/whl/cu126"
 
 
@@ -41,7 +41,7 @@ def list_gpus(visible: str | None) -> list[tuple[str, int | None, str]]:
     not set.
 
     The memory is None if nvidia-smi does not report it. Returns an empty list if nvidia-smi is missing or fails, or if
-    an entry of the variable is unknown to it.
+    CUDA_VISIBLE_DEVICES has an entry that nvidia-smi does not know.
     """
     if visible == "":
         return []

@@ -33,7 +33,7 @@ from torchtitan_lite.tools.detect import (
 
 VENV = REPOSITORY / ".venv"
 PYTHON = str(VENV / "bin" / "python")
-SIZE = """The CUDA build of torch takes about 5 GB and ten minutes. The CPU build takes 1 GB:
+SIZE = """The CUDA build of torch takes about 5 GB and ten minutes. For the CPU build, which takes 1 GB,
 set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"""
 
 
@@ -121,7 +121,7 @@ def install(requirements: list[str]) -> None:
     if gets_torch:
         print(SIZE, file=sys.stderr, flush=True)
     tested = ["--disable-pip-version-check", "-c", str(REPOSITORY / "constraints.txt")]
-    remedy = f"Other allowed versions will do: {' '.join(pip)} install {packages}"
+    remedy = f"To use versions other than the tested ones, run: {' '.join(pip)} install {packages}"
     run_command([*pip, "install", *tested, *requirements], remedy)
 
 

@@ -42,10 +42,12 @@ def main(options: Namespace) -> int:
     if ATTENTIONS[source.attention].extension:
         raise SourceError(
             f"{source.path}: tools/kv_cache.py does not support model.attention = {source.attention!r}, "
-            "whose row in config/choices.py has code. Use eval instead."
+            "whose row in config/choices.py names a file. Use eval instead."
         )
     if options.top_k >= source.model_args.vocab_size:
-        tell(f"--top-k {options.top_k} has no effect: the model has no more tokens")
+        tell(
+            f"--top-k {options.top_k} has no effect, because the vocabulary is not larger than that"
+        )
     elif options.top_k == 1:
         tell(
             "--top-k 1 takes the most likely token: --temperature, --top-p and --seed have no effect"
@@ -74,7 +76,7 @@ def main(options: Namespace) -> int:
             model = CachedModel(build_model(source), source.attention)
         if not chat:
             show(prompt)
-        model.forget()  # the chat template may now write earlier turns in another form than before
+        model.forget()  # the chat template may write earlier turns differently now that more turns follow
         endless = generate(model, model.read(prompt_tokens), options, source.tokenizer)
         tokens = islice(endless, n_new_tokens)
         before = [] if chat else prompt_tokens
@@ -179,7 +181,8 @@ def take_tokens(
     show: Callable[[str], object],
     before: Sequence[int] = (),
 ) -> tuple[list[int], str]:
-    """Collect `tokens` until an end token. Return the tokens and their text. The text continues the text of `before`.
+    """Collect `tokens` until an end token. Return these tokens and their text. `before` contains the
+    earlier tokens.
 
     Shows characters as soon as they are complete.
     """

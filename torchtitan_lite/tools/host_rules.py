@@ -34,7 +34,7 @@ from torchtitan_lite.tools.detect import OLDER_INDEX, explain_misfit
 # bytes that the training state may use on an 80 GB GPU (`plan`'s default); the rest is for activations
 USUAL_GPU_BYTES = 40 * GIB
 MASTER_BYTES = 4  # a parameter and its gradient are fp32
-LEAST_HEAD_DIM = 16  # of flex attention on GPUs (torch 2.13)
+LEAST_HEAD_DIM = 16  # minimum head dim of flex attention on GPUs (torch 2.13)
 
 
 def check_host(
@@ -129,7 +129,9 @@ def check_memory(
         command = shlex.join(args)
         verify = name_command(f"verify {command}")
         plan = name_command(f"plan {command} --gpus {n_gpus}")
-        remedy = f"Here `{verify}` checks the layout; `{plan}` predicts the run on GPUs"
+        remedy = (
+            f"On this machine, `{verify}` checks the layout, and `{plan}` predicts the run on GPUs"
+        )
     yield "model.flavor", f"the run needs {bound} on {machine.name}", remedy
 
 

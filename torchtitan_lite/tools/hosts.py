@@ -5,13 +5,13 @@ run fails.
     others         connect to NODE_RANK=0, and compare hashes of settings; the settings are read only if a hash differs
     NODE_RANK=0    tells every host which hosts have settings that differ from its own, and the first such setting
     all            let gloo use the network interface of this connection
-    a host that cannot start, or that receives a signal before all hosts have met, also connects, and tells the others
+    a host that cannot start, or that receives a signal before the rendezvous ends, also connects, and tells the others
     at the end     the first host that fails writes the reason; the others repeat it
 
-With NNODES=2:4, ranks start when two hosts have met, and a host may join later. Therefore only the host whose settings
-differ from those of NODE_RANK=0 exits. With a fixed number of hosts, all hosts exit with the reason and the exit status
-of this host. If the other hosts waited instead, Slurm would end them with a signal and report 143, because Slurm
-reports the largest status.
+With NNODES=2:4, the ranks start after two hosts have joined, and another host may join later. Therefore only the host
+whose settings differ from those of NODE_RANK=0 exits. With a fixed number of hosts, all hosts exit with the reason and
+the exit status of this host. If the other hosts kept waiting, Slurm would end them with a signal. Slurm would then
+report 143, because it reports the largest exit status.
 """
 
 import hashlib
@@ -38,16 +38,16 @@ MEET_WITHIN_S = 600.0
 SAY_AFTER_S = 10.0
 CONNECT_EVERY_S = 5.0
 STORE_TIMEOUT_S = 20
-# key in the store; its value: number of hosts in the last start, and number of waiting hosts
+# store key of a number: the hosts in the last start, plus the hosts that wait to join
 N_HOSTS = "hosts"
-SIGNAL = "signal"  # key in the store; its value: the first signal that a host has received
+SIGNAL = "signal"  # store key of the first signal that a host has received
 TELL_WITHIN_S = 2.0
 # NODE_RANK=0 hosts the store, so it waits this long for the other hosts to read the store
 END_WITHIN_S = 10.0
 
 
 class Ending(NamedTuple):
-    """How the ranks of a host have ended."""
+    """Exit status and reason with which the ranks of a host ended."""
 
     status: int  # exit status of the run
     reason: str  # one line; empty if training is complete
@@ -103,7 +103,7 @@ def open_store(within_s: float = MEET_WITHIN_S) -> Any:
     except OSError as error:
         raise UserError(
             f"{name_host()} cannot use {place}: {error.strerror}. "
-            "Set both to the host with NODE_RANK=0, and a free port"
+            "Set MASTER_ADDR to the host with NODE_RANK=0, and MASTER_PORT to a free port"
         ) from None
     store = importlib.import_module("torch.distributed").TCPStore(
         address,
@@ -184,7 +184,8 @@ def leave(store: Any) -> None:
 
 
 def tell_refusal(error: UserError, signals: Any) -> None:
-    """Tell the other hosts why this host cannot start. If NNODES is a range, the others start without this host."""
+    """Tell the other hosts why this host cannot start. If NNODES is a range, do nothing, because the other hosts start
+    without this host."""
     # ValueError: NODE_RANK=0 cannot be reached, or NNODES is not a number
     with suppress(ValueError, RuntimeError, KeyboardInterrupt):
         n_needed, n_hosts = read_hosts()
@@ -196,7 +197,8 @@ def tell_refusal(error: UserError, signals: Any) -> None:
 
 
 def tell_signal(signals: Any) -> Ending:
-    """Tell the other hosts about a signal that came before all hosts met. NODE_RANK=0 may not be listening yet."""
+    """Tell the other hosts about a signal that arrived before the end of the rendezvous. NODE_RANK=0 may not be
+    listening yet."""
     if read_hosts()[1] > 1:
         # open_store fails if MASTER_ADDR is missing or unreachable, or if this host has already opened the store. If
         # the store is already open, a thread already sends signals to the other hosts.
@@ -224,7 +226,7 @@ def read_when_set(store: Any, key: str, what: str) -> str:
 
 
 def describe_difference(first: dict[str, object], own: dict[str, object]) -> str:
-    """Describe the first setting that differs from NODE_RANK=0. Return "" if there is none."""
+    """Describe the first setting that differs from the setting on NODE_RANK=0. Return "" if no setting differs."""
     for key in [*first, *own]:
         if first.get(key) != own.get(key):
             return f"{key} is {first.get(key)} on NODE_RANK=0, but {own.get(key)} on {name_host()}"
@@ -294,7 +296,7 @@ def wait_until(is_ready: Callable[[], Any], what: str, within_s: float = MEET_WI
 
 
 def claim_cause(store: Any, own: Ending) -> Ending:
-    """Return the ending of the host that first wrote a reason, or `own` if no host has written one.
+    """Return the `Ending` of the first host that wrote a reason, or `own` if no host has written a reason.
 
     The reason names the host that wrote it. Only that host shows the details.
     """

@@ -53,8 +53,8 @@ class CachedAttention(InnerAttention):
         """query (1, H, Q, E), key and value (1, K, Q, E) of the tokens being read -> (1, H, Q, E)."""
         key_value = stack_heads(key, value)
         if self.cache is not None:
-            # This copies the cache. The copy costs little, because attention reads the whole cache anyway. In return,
-            # no memory is reserved in advance.
+            # This copies the cache. The copy costs little, because attention reads the whole cache anyway. With this
+            # copy, no memory has to be reserved in advance.
             key_value = torch.cat((self.cache, key_value), dim=3)
         n_queries = query.shape[2]
         n_keys = key_value.shape[3]
@@ -89,8 +89,8 @@ class CachedModel:
         expected = type(build_attention(attention, model.model_args, 0))
         if why := explain_own_attention(model, expected):
             raise UserError(
-                f"The KV cache cannot serve this attention: {why}. Use eval. If it differs from causal attention "
-                "only in its windows, you can describe them in a row of ATTENTIONS (config/choices.py)."
+                f"The KV cache cannot serve this attention: {why}. Use eval. If this attention differs from causal "
+                "attention only in its windows, describe the windows in a row of ATTENTIONS (config/choices.py)."
             )
         self.caches = []
         for fqn, inner in list_attentions(model).items():
@@ -112,8 +112,8 @@ class CachedModel:
             at_once = self.read([*tokens, 0])
         except Exception as error:
             raise UserError(
-                "The KV cache cannot serve this model: its forward fails without targets and fields, or with the "
-                f"cache: {error}. Use eval."
+                "The KV cache cannot serve this model. Its forward fails if targets and extra fields are missing, or "
+                f"if the cache is used: {error}. Use eval."
             ) from error
         self.forget()
         self.read(tokens)

@@ -77,7 +77,7 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
             is_first = is_first_host()
             saved_file = is_first and os.environ.get("SAVED_FILE")
             if saved_file:
-                open(saved_file, "a").close()  # raises OSError if it cannot be written
+                open(saved_file, "a").close()  # raises OSError if the file cannot be written
     except KeyboardInterrupt:
         ending = tell_signal(signals)
         tell(f"run_train.sh: {ending.reason}")
@@ -115,7 +115,7 @@ def main(options: Namespace, work: Callable[[list[str], Path, RunSpec], int] | N
     handle_signals(signal.SIG_IGN)  # another copy of the signal must not change the exit status
     last = find_last_start(folder)
     if status == 1 and last and len(list(last.iterdir())) > 1:
-        said = f"What the other ranks wrote is in {last}: RANK/error.json, RANK/stderr.log."
+        said = f"Files of the other ranks are in {last}: RANK/error.json, RANK/stderr.log."
         tell(said)
     else:
         shutil.rmtree(folder, ignore_errors=True)  # /tmp may have been cleaned during a long run

@@ -93,9 +93,9 @@ class Signals:
             store.set(SIGNAL, str(self.received[0]))
 
     def react(self) -> None:
-        """Act on a signal. Before ranks have started, interrupt this launcher, or, while the fork server imports torch,
-        end this launcher. After that, forward the first signal to the ranks. On a later signal, or if a step hangs,
-        kill the ranks."""
+        """Act on a signal. Before the ranks have started, interrupt this launcher, or end this launcher if it is
+        importing torch. After that, forward the first signal to the ranks. On a later signal, or if a step hangs, kill
+        the ranks."""
         if self.received:
             if self.interrupts:
                 raise KeyboardInterrupt

@@ -61,8 +61,8 @@ class ModelSource:
 
 
 def open_source(options: Namespace) -> ModelSource:
-    """Open options.source. Raises UserError if it has no model, and other errors if the checkpoint or folder cannot be
-    read."""
+    """Open options.source. Raises UserError if the source has no model, and other errors if the checkpoint or folder
+    cannot be read."""
     path = options.source
     checkpoint = None
     attention = "causal"

@@ -67,7 +67,7 @@ DEGREE_KEYS = {
 
 
 def degree(text: str) -> tuple[str, int]:
-    """Parse a mesh dim and its degree, such as tp2. Return the config key and the degree."""
+    """Parse a mesh dim and its degree, such as tp2. Return the config key of the dim, and the degree."""
     dim = text.rstrip("0123456789")
     n_ranks = text.removeprefix(dim)
     if dim not in DEGREE_KEYS or not n_ranks.strip("0"):

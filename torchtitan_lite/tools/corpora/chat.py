@@ -7,8 +7,8 @@
                                                      ^^^^^^^^^^^ targets
 
 transformers (the extra `chat`) reads the tokenizer's folder and runs its chat template, so the text equals the text of
-`apply_chat_template`. Targets are the text between the template's {% generation %} marks. Without marks, two
-additional texts from the template show where a turn begins and ends in the whole text:
+`apply_chat_template`. Targets are the text between the template's {% generation %} marks. If the template has no such
+marks, it writes two additional texts. They show where a turn begins and ends in the whole text:
 
     prompt    the conversation before the answer, and the text that asks for the answer. The turn begins after this text
     signed    the conversation with a placeholder (SIGN) instead of the answer. The text after the placeholder and its
@@ -56,7 +56,7 @@ class RenderedChat:
 
     text: str
     turns: list[range]  # ranges of characters that are targets
-    unused: list[str]  # columns and message keys that are not in the text; the summary names them
+    unused: list[str]  # for the summary: columns and message keys that the text does not contain
 
 
 @dataclass
@@ -157,7 +157,7 @@ class ChatFormat:
             turns = [turns[answers.index(n)] for n in trained]
         elif trained != answers:
             raise ValueError(
-                "the template does not mark each answer once, so no answer can be left out"
+                "the template does not mark each answer exactly once, so no answer can be excluded from the targets"
             )
         if not any(turns):
             raise ValueError("it has no targets, because no assistant turn of weight 1 has text")
@@ -217,18 +217,18 @@ class ChatFormat:
         prompt = self.try_write(row | earlier)
         if not prompt:
             raise ValueError(
-                f"message {number + 1} is an answer, but the chat template cannot write what comes before it. "
+                f"message {number + 1} is an answer, but the chat template cannot write the conversation before it. "
                 'Begin with a user message, or give this answer "weight": 0'
             )
         signed = messages.copy()
         signed[number] = {"role": "assistant", "content": SIGN}
         head, sign, tail = self.try_write(row | {"messages": signed}).partition(SIGN)
-        # Some templates end the prompt with text, such as <think>, that they do not write in front of a given
-        # answer. For these templates, the answer begins with its content.
+        # Some templates add text such as <think> to the end of the prompt, but not in front of an answer that the
+        # conversation already contains. For these templates, the answer begins with its content.
         if whole.startswith(prompt):
             head = prompt
         elif messages[number - 1]["role"] == "assistant":
-            # Some templates write an answer in another form if it is the last message than if messages follow it.
+            # In some templates, the form of an answer depends on whether more messages follow it.
             asks = prompt.removeprefix(self.try_write(row | {"messages": messages[:number]}))
             n_answers = sum(each["role"] == "assistant" for each in messages[: number + 1])
             if head.count(asks) == n_answers:
@@ -240,15 +240,16 @@ class ChatFormat:
             if whole[start:].endswith(rest):
                 return range(start, len(whole) - len(rest))
         raise ValueError(
-            f"message {number + 1} cannot be found with certainty. Its generation prompt ends with "
-            f'{prompt[-40:]!r}. Give it "weight": 0; --only-last-turn trains only the last answer'
+            f"the text of message {number + 1} cannot be found with certainty. Its generation prompt ends with "
+            f'{prompt[-40:]!r}. Give this message "weight": 0, or train only the last answer (--only-last-turn)'
         )
 
 
 def list_varied(value: Any) -> list[Any]:
     """Return variants of a field's value, such as an empty list, or a text whose end is changed.
 
-    Variants of a list lack one element. If an element is a tool call, other variants change its name or one argument.
+    Each variant of a list lacks one element. For an element that is a tool call, there are additional variants: the
+    call has a different name, or one argument is different.
     """
     is_nested = isinstance(value, list | dict)
     others = [type(value)()] if is_nested else list_leaf_varied(value)

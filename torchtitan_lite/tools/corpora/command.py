@@ -110,7 +110,7 @@ def print_counts(counts: Counter[str]) -> None:
 
 
 def prepare_corpus(options: argparse.Namespace) -> str:
-    """Prepare the corpus, and return the output."""
+    """Prepare the corpus, and return the text to print: a summary, or JSON."""
     if not options.inputs or not options.out:
         needed = "Name the input files and the output folder: prepare texts/ --out data/mine"
         if options.validation:

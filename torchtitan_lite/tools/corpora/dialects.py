@@ -47,7 +47,8 @@ CHOOSES_TARGETS = re.compile("weight|loss|train|mask")
 def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict]:
     """Return the name of the dialect, and the row as `messages` and template variables. Raises ValueError.
 
-    `column` is the name of the column with the messages. If it is None, the columns of the row determine the dialect.
+    `column` is the name of the column with the messages. If `column` is None, the columns of the row determine the
+    dialect.
     """
     columns = drop_nulls(row) if isinstance(row, dict) else {}
     dialects = DIALECTS if column is None else [list_messages(column, "conversations")]
@@ -56,7 +57,7 @@ def read_conversation(row: Any, column: str | None = None) -> tuple[str, dict]:
         found = f"columns {', '.join(columns)}" if columns else f"{row!r:.60}"
         raise ValueError(
             "it has no messages, conversations, prompt/completion or instruction/output "
-            f"(or set --text-column): {found}"
+            f"(if a different column has the messages, set --text-column): {found}"
         )
     dialect, _, take_turns = fitting[0]
     turns = take_turns(columns) or []
@@ -156,7 +157,7 @@ DIALECTS = (
 def read_message(turn: Any, number: int) -> dict:
     """Convert a turn with `role` and `content`, or with `from` and `value`, to a message. Raises ValueError.
 
-    A message without targets gets `weight` 0. All other messages have no `weight`.
+    A message that is excluded from the targets gets `weight` 0. No other message has a `weight`.
     """
     message = drop_nulls(turn) if isinstance(turn, dict) else {}
     roles = SHAREGPT_ROLES if "from" in message else ROLES
@@ -206,13 +207,16 @@ def join_parts(parts: list, number: int) -> str:
 
 
 def take_weight(message: dict, number: int) -> bool:
-    """Remove the weights of a message. Return whether the message has targets. Raises ValueError."""
+    """Remove keys such as `weight` from a message. Return whether these keys allow the message to have targets.
+
+    Raises ValueError.
+    """
     names = filter(CHOOSES_TARGETS.search, [*message])
     weights = {name: message.pop(name) for name in names}
     for name, weight in weights.items():
         if name not in WEIGHTS or weight not in (0, 1):
             raise ValueError(
-                f"message {number}'s {name} is {weight!r:.60}; only 0 and 1 of {', '.join(WEIGHTS)} are known"
+                f"message {number}'s {name} is {weight!r:.60}; supported are 0 and 1 for {', '.join(WEIGHTS)}"
             )
         if weight and message["role"] != "assistant":
             raise ValueError(

@@ -63,7 +63,7 @@ class PrepareSettings:
 
     assets: str  # folder, file or name of the tokenizer: an argument of load_tokenizer
     validation_share: float = 0.01  # fraction of the documents that are for validation
-    tail: float = 0.0  # if the input is a single text: the fraction at the end of the text that is for validation
+    tail: float = 0.0  # fraction of the text, at its end, that is for validation; 0 unless the input is a single text
     validation: Sequence[Path] = ()  # all documents of these files and folders are for validation
     # column with the text or the messages. None: "text", or the columns of the dialect
     column: str | None = None
@@ -89,7 +89,7 @@ class Document:
 def prepare(
     files: list[Path], out: Path, settings: PrepareSettings, *, n_processes: int = 1
 ) -> tuple[CorpusManifest, Counter[str]]:
-    """Create the corpus in the new folder `out`. Return its manifest, and the counts for the summary.
+    """Create the corpus in the new folder `out`. Return the manifest of the corpus, and the counts for the summary.
 
     Raises PreparationError for invalid input, UserError for a missing extra, OSError if a file cannot be written.
     """
@@ -313,7 +313,7 @@ def read_text(settings: PrepareSettings, row: Row) -> tuple[str, list[str]]:
     text = content.get(column) if isinstance(content, dict) else None
     if not isinstance(text, str):
         raise ValueError(
-            f"it has no text in {column!r} (or set --text-column or --chat): {content!r:.60}"
+            f"it has no text in {column!r} (set --text-column to another column, or use --chat): {content!r:.60}"
         )
     text.encode()  # raises an error for a lone surrogate, which JSON may contain
     empty = (None, "", [], {})

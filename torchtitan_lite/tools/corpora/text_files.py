@@ -62,11 +62,12 @@ class Row:
 
     path: Path
     number: int  # number of the row in the file; the first row is 1
-    content: Any  # bytes of a JSON line or a text file; otherwise the value of the row
+    content: Any  # undecoded bytes of a JSON line or a text file, or the decoded value of the row
     name: str  # for a text file, its path relative to the common folder of all files; otherwise ""
 
     def parse(self, encoding: str) -> Any:
-        """Return the text, or the value of the row. Raises ValueError, RecursionError, LookupError."""
+        """Return the text of a text file, or the value of a JSON or table row. Raises ValueError, RecursionError,
+        LookupError."""
         if not isinstance(self.content, bytes):
             return self.content
         text = decode(self.content, encoding)
@@ -207,8 +208,8 @@ def find_files(
 def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
     """Yield Row.content of each row of a file. The libraries for reading files may raise any error.
 
-    A text file is one row. If `tail` is not 0, the file is split into two rows: the second row is the last fraction
-    `tail` of the text. An empty second row is omitted.
+    A text file is one row. If `tail` is not 0, a text file is split into two rows, and the second row contains the last
+    fraction `tail` of the text. An empty second row is omitted.
     """
     kind = get_kind(path)
     # without this check, gzip and zstd would read a file of 0 bytes as a file without rows
@@ -250,8 +251,8 @@ def read_file(path: Path, encoding: str, tail: float) -> Iterator[Any]:
 def is_row(line: bytes) -> bool:
     """Return whether the first line of a JSON file is one row. If True, every line of the file is one row.
 
-    A line with invalid JSON is treated as a row. A line is not a row if it starts an array or an object over several
-    lines, has several objects, or is UTF-16 or UTF-32.
+    A line with invalid JSON is treated as a row. A line is not a row if it starts an array, if it starts an object that
+    spans several lines, if it contains several objects, or if it is encoded in UTF-16 or UTF-32.
     """
     if line.startswith((*UTF32_MARKS, *UTF16_MARKS)):
         return False

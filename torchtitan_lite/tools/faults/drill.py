@@ -92,9 +92,9 @@ class Fault:
     """One row of the score card: a fault and its consequences."""
 
     kind: str  # a key of MESSAGES
-    seed: int  # random seed that chooses rank, step, weight and bit
+    seed: int  # random number that chooses the weight, the bit and the delay; drawn together with rank and step
     rank: int | None  # None: all ranks train without a fault
-    step: int  # number of the step since the process started; its first step is 1
+    step: int  # number of the step, counted from the start of the process; the first step is 1
     folder: str  # dump folder of the run
     found_s: float | None = None  # seconds until the output names the fault; None if it never does
     back_s: float | None = None  # seconds until a restarted run logs a step
@@ -161,7 +161,7 @@ def read_shards(folder: Path) -> dict[str, dict]:
 
 
 def run_with(fault: Fault, args: list[str]) -> None:
-    """Run to the end, and record in `fault` what the output says."""
+    """Run the command to the end, and record the events in the output as fields of `fault`."""
     environment = {**os.environ, VARIABLE: json.dumps(asdict(fault)), "MAX_RESTARTS": "2"}
     command = [sys.executable, "-m", "torchtitan_lite", "drill", *args]
     command.append(f"--job.dump_folder={fault.folder}")

@@ -1,4 +1,4 @@
-"""Name the rank that the others wait for: during a run, or afterwards from the files that hanging ranks wrote.
+"""Name the rank that the other ranks wait for, during or after a run, from the files that hanging ranks wrote.
 
     FOLDER/hang/restart-N/rank-00003.json      a report of rank 3 (faults/hang_watch.py)
     FOLDER/hang/restart-N/failed-00003.json    the same, from a rank that failed because another rank ended
@@ -12,9 +12,9 @@ The state of a rank follows from its report, or from the lack of a report:
     no file                                            the rank is stopped, has ended, or never releases the GIL;
                                                        /proc on its host shows which
 
-The ranks that do not wait block the others. However, two kinds of ranks are named first: a rank whose call differs from
-its own calls at the same place in earlier steps, and a rank that has computed a microbatch for a neighboring stage but
-has not sent it.
+The ranks that do not wait block the others. However, two kinds of ranks are named first. A rank of the first kind has
+made a call that differs from its own calls at the same place in earlier steps. A rank of the second kind has computed a
+microbatch for a neighboring stage, but has not sent it.
 
 If every rank waits, the report names the first match in this list; without a match, the cause is unknown:
 
@@ -34,14 +34,16 @@ from torchtitan_lite.config.messages import UserError, tell
 
 LOOK_EVERY_S = 1.0
 WAIT_FOR_RANKS_S = 2.0
-STATES = {  # state in /proc of a rank without a file -> its description
+STATES = {  # process state in /proc -> description of a rank that wrote no file
     "Z": "its process has ended",
     "T": "it is stopped (SIGSTOP or a debugger)",
     "D": "it waits for a disk",
     "R": "it is busy and never releases the GIL",
     "S": "it sleeps and holds the GIL, or has not built its model yet",
 }
-IN_PIPELINE = " _wait_batch_p2p"  # the function of torch's schedules that waits
+IN_PIPELINE = (
+    " _wait_batch_p2p"  # function in which torch's pipeline schedules wait for a send or a receive
+)
 # files of torch whose functions run only during compilation
 COMPILERS = ("torch/_dynamo/convert_frame.py:", "torch/_inductor/compile_fx.py:")
 # calls whose sizes may differ between ranks
@@ -55,8 +57,8 @@ def main(options: Namespace) -> int:
         if not options.folder.is_dir():
             raise UserError(f"there is no folder {options.folder}. Name the dump folder of a run")
         tell(
-            f"{options.folder} has no report of a hang: there is no rank-*.json, "
-            "and no failed-*.json that explains more than the errors of the ranks"
+            f"{options.folder} has no report that explains a hang: no such rank-*.json, "
+            "and no failed-*.json with more information than the errors of the ranks"
         )
         return 2
     print(text)
@@ -148,8 +150,8 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
     for rank in culprits[:3]:
         pid, state, name = processes.get(rank, ("unknown", "", f"rank {rank}"))
         if first["kind"] == "FAILED":
-            # A failed rank has ended. If a different state is recorded, a peer on the same host read the state too
-            # early.
+            # A failed rank has ended. If a peer on the same host recorded a state other than "Z", the peer read the
+            # state before the rank ended.
             state = "Z"
         does = STATES.get(state, "unknown: no rank on its host has written a report")
         if rank in files and first["kind"] == "FAILED":
@@ -173,8 +175,8 @@ def find_idle(files: dict[int, dict]) -> dict[int, str]:
     """Return rank -> a text about the call that the rank has not made.
 
     These are the ranks that wrote no file, or that wait for no other rank. If all ranks wait, some in a step and some
-    between steps, return the smaller group. If all ranks wait in the same phase, find the oldest pending call that a
-    rank of its group has not made, and return this rank. A rank whose calls are unknown is not returned.
+    between steps, return the smaller group. If all ranks wait in the same phase, find the oldest pending call that some
+    rank of the same group has not made, and return that rank. A rank whose calls are unknown is not returned.
     """
     ranks = range(next(iter(files.values()))["world_size"])
     idle = [
@@ -187,7 +189,7 @@ def find_idle(files: dict[int, dict]) -> dict[int, str]:
         between = [rank for rank in files if not files[rank]["in_step"]]
         if in_step and between:
             idle = min(between, in_step, key=len)
-    # rank -> the oldest call that waits for this rank: its time, the waiting rank, its description
+    # rank -> oldest call that waits for this rank: start time, waiting rank, description of the call
     missed: dict[int, tuple[int, int, str]] = {}
     for rank in idle or ranks:
         own_groups = files[rank]["groups"] if rank in files else {}
@@ -245,8 +247,8 @@ def find_unsent(files: dict[int, dict]) -> dict[int, str]:
 def find_odd_calls(files: dict[int, dict]) -> dict[int, str]:
     """Return rank -> a text, for the ranks whose pending call differs from the most common call of their group.
 
-    Only calls with the same number are compared. If no call is more common than all other calls, all ranks that wait in
-    calls with this number are returned.
+    Only calls with the same sequence number are compared. If no call is more common than all other calls, all ranks
+    that wait in calls with this sequence number are returned.
     """
     waiting: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, file in files.items():

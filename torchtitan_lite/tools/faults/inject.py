@@ -2,9 +2,9 @@
 
     drill  ->  launcher with a fault in its environment  ->  rank: replace_step below, then train.py
 
-On the chosen rank, the fault happens just before the chosen step, with two exceptions: `kill` ends the rank up to 0.2 s
-later, and `kill_saving` ends it after the step. An empty file marks the time of the fault. If this file exists, a
-restarted rank does not inject the fault again.
+On the chosen rank, the fault happens just before the chosen step, with two exceptions. `kill` ends the rank after a
+delay of up to 0.2 s, and `kill_saving` ends the rank after the step. An empty file marks the time of the fault. If this
+file exists, a restarted rank does not inject the fault again.
 """
 
 import itertools

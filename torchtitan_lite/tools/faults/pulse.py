@@ -4,9 +4,9 @@
     each mesh dim    times the same all-gathers, in all groups of the mesh dim at once
 
 Every rank and group is measured in several rounds. Only the fastest round is used, because other processes on the host
-can slow a round down. Rank 0 prints the median and the slowest time of both tests, next to the time that `plan` expects
-of this device. A rank or group is reported as slow if its time is far above the median. A rank is reported as wrong if
-its checksum differs from the majority's; if there is no majority, all ranks are reported.
+can slow a round down. For each test, rank 0 prints the median and the slowest time, next to the time that `plan`
+expects of this device. A rank or group is reported as slow if its time is far above the median. A rank is reported as
+wrong if its checksum differs from the majority's; if there is no majority, all ranks are reported.
 """
 
 import os
@@ -40,7 +40,7 @@ from torchtitan_lite.tools.tables import format_table
 
 # For each device type: rows and dtype of the matrices, number of matmuls, bytes that a rank contributes to an
 # all-gather, limits for matmuls and all-gathers. A time is reported as slow if it exceeds the median by a factor above
-# its limit. Ranks on CPUs share the cores, so their times differ more than those of GPUs.
+# its limit. Ranks on CPUs share the cores, so times vary more on CPUs than on GPUs.
 LOADS = {
     "cuda": (8192, "bfloat16", 300, 2**26, 1.1, 1.1),
     "cpu": (256, "float32", 100, 2**20, 2.0, 4.0),

@@ -87,7 +87,7 @@ def find_lab(number: int) -> Lab:
 
 
 def read_quantity(text: str) -> float:
-    """Return a number with a unit in its base unit: `1.5 KiB` is 1536, `27%` is 0.27. Raises UserError."""
+    """Convert a number with a unit to the base unit: `1.5 KiB` is 1536, `27%` is 0.27. Raises UserError."""
     found = QUANTITY.fullmatch(text.strip())
     if not found or found[2] not in UNITS:
         units = ", ".join(unit for unit in UNITS if unit)

@@ -1,6 +1,7 @@
 """Create a copy of the package in which code is missing or has a planted bug. The checkout does not change.
 
-A lab's hole.py contains the functions to plant. A comment above each function names the function that it replaces:
+A lab's hole.py contains the incomplete or faulty functions. A comment above each function names the function that it
+replaces:
 
     # torchtitan_lite/parallel/tensor_parallel.py: RowwiseParallel.forward
     def forward(self, x): ...
@@ -55,7 +56,7 @@ def judge_work(lab: Lab, folder: Path) -> int:
         raise UserError(f"{folder} does not exist. Start with: lab {lab.number} start.")
     command = [sys.executable]
     if lab.judge == JUDGE:
-        # Python imports from the folder of the script, so a judge in this folder imports the working copy.
+        # Python imports from the folder of the script, so judge.py must be in this folder to import the working copy.
         shutil.copy(lab.folder / JUDGE, folder)
         command.append(JUDGE)
     else:
@@ -73,7 +74,8 @@ def replace_functions(folder: Path, source: Path) -> None:
 
 
 def replace_function(path: Path, name: str, function: str) -> None:
-    """Replace a function or a method, such as `Class.forward`, in a file. Raises UserError if the file lacks it."""
+    """Replace a function or a method, such as `Class.forward`, in a file. Raises UserError if the file has no such
+    function."""
     text = path.read_text(encoding="utf-8")
     node: ast.AST = ast.parse(text)
     for part in name.split("."):
