@@ -121,7 +121,7 @@ def write_page(runs: list[RecordedRun], key: str | None, axis: str, *, refresh: 
         groups[f"{key} = {run.show(key)}" if key else name].append(run)
     if len(groups) > MOST_CURVES:
         raise UserError(
-            f"{len(groups)} runs: there are colors for {MOST_CURVES}. Name fewer, or use --group KEY."
+            f"{len(groups)} curves need more than {MOST_CURVES} colors. Name fewer runs, or use --group KEY."
         )
     series = [
         Series(name, f"var(--run{at})", members)
@@ -143,8 +143,8 @@ def write_page(runs: list[RecordedRun], key: str | None, axis: str, *, refresh: 
     )
     if key:
         about += (
-            " A line is the mean of the runs of a group at the steps that all of them have; "
-            "the band reaches from the lowest to the highest."
+            " A line is the mean over the runs of a group, at the steps that all these runs have. "
+            "The band around the line reaches from the lowest to the highest value."
         )
     parts.append(f"<h2>By {axis}</h2><p><i>{about}</i></p>")
     if not is_alone:

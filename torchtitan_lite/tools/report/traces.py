@@ -48,7 +48,7 @@ class Trace(NamedTuple):
     parts: dict[str, float]
     hidden: dict[str, float]  # "hidden AXIS" -> seconds
     actions: dict[Action, tuple]  # action of the pipeline -> its start and end on the host's clock
-    # Sorted by start. Calls of one row do not overlap, except receives and kernels of several streams.
+    # Sorted by start. Calls in the same row do not overlap, except receives and kernels on different streams.
     calls: list[TracedCall]
 
 
@@ -89,7 +89,7 @@ def read_trace(data: dict, rank: int, layout: Layout) -> Trace:
     actions = {}
     calls = []
     modules = {}  # direction and module -> start
-    outer_ends = Counter()  # stream -> end of its last collective
+    outer_ends = Counter()  # stream -> end time of the last collective
     operation = ""
     for event in events:
         name = event["name"]
@@ -122,7 +122,7 @@ def read_trace(data: dict, rank: int, layout: Layout) -> Trace:
             kind, microbatch, stage = found.groups()
             action = Action(int(stage), kind, int(microbatch))
             first, last = actions.get(action, (start, end))
-            if start >= last:  # a second execution, because events of one execution overlap
+            if start >= last:  # events of one execution overlap, so this is a second execution
                 first = start
             actions[action] = first, max(last, end)
         elif name.startswith("Optimizer.step"):

@@ -58,7 +58,7 @@ from torchtitan_lite.tools.verify.witnesses import MASKS, merge
 def main(options: Namespace) -> int:
     """Run the tool. Exit status: 0 certified, 1 wrong or not finished, 2 invalid input.
 
-    Raises UserError if the model's code does not match its table.
+    Raises UserError if the code of the model does not match the model's table.
     """
     given, *_ = read_target(options.config_args, None)
     reduction = reduce_config(given.config, options.ranks)
@@ -156,8 +156,8 @@ def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial])
                     replaced.setdefault(key, (asked[key], value))
                 elif key in acted:
                     seen[key] = acted[key]
-                # A key without a witness is off (None) if it has its default value. Otherwise, it counts as a key that
-                # did not act.
+                # A key without a witness is off (None) if it has its default value. Otherwise, such a key counts as a
+                # key that did not act.
                 else:
                     is_default = get_value(real, key) == get_value(Config(), key)
                     seen[key] = None if is_default else False
@@ -216,7 +216,7 @@ def describe_report(report: dict) -> str:
     last = report["trials"][-1]
     lines = [f"{report['verdict']}: {report['config']} on {report['layout']}"]
     if report["verdict"] == CERTIFIED:
-        lines[0] += ": this layout computes the one-process model"
+        lines[0] += ": this layout matches a one-process run"
     else:
         lines.append(f"trial {last['name']}, in the order of a step:")
         lines += [f"  {culprit['text']}" for culprit in last["faults"].values()]
@@ -227,7 +227,7 @@ def describe_report(report: dict) -> str:
     lines += list_by_section(texts) + report["idle"]
     if report["unjudged"]:
         lines.append(
-            "not judged, because terms cancel and only rounding errors are left: gradients of "
+            "not judged, because their terms cancel and leave only rounding errors: the gradients of "
             + ", ".join(report["unjudged"])
         )
     for trial in report["trials"]:

@@ -4,9 +4,9 @@
     wide        1 or 2 per stage   about 41, odd if possible        like real run   8
     deep        12 or more         280 tokens, 560 with documents   12 with pp      20
 
-The deep trial finds faults that occur only with many layers, long rows or large counts. It has the options of the wide
-trial, except recompute and compile. The other functions change the layout or the compiler of a config. This module does
-not import torch.
+The deep trial finds faults that occur only with many layers, long rows or large counts. This trial has the options of
+the wide trial, except recompute and compile. The other functions change the layout or the compiler of a config. This
+module does not import torch.
 """
 
 from contextlib import suppress
@@ -36,8 +36,9 @@ from torchtitan_lite.tools.verify.reduction import (
 
 # layer numbers with two digits show whether code sorts the numbers as text (10 before 2)
 N_LAYERS = 12
-# Tokens per row, doubled with documents of two tokens. There are more than 256 tokens and documents, so an index that
-# is stored in one byte overflows.
+# Tokens per row. With document attention, rows are twice as long, because documents in row 0 have two tokens on
+# average. A row has more than 256 tokens, and row 0 has more than 256 documents, so an index that is stored in one byte
+# overflows.
 N_TOKENS = 280
 N_MICROBATCHES = 12
 N_DEEP_EXPERTS = 20
@@ -84,7 +85,7 @@ def deepen(reduction: Reduction) -> Config:
 
 
 def leave_out_compiler(config: Config) -> Config:
-    """Turn compile off. The recompute mode memory_budget, which needs the compiler, becomes full."""
+    """Turn compile off. Replace the recompute mode memory_budget, which needs the compiler, with full."""
     keys: dict[str, object] = {"compile.enable": False}
     if config.activation_checkpoint.mode == "memory_budget":
         keys["activation_checkpoint.mode"] = "full"

@@ -24,7 +24,8 @@ class Observed:
     batch: Batch
     result: StepResult
     options: set[str]  # keys that the step has read from the optimizer's parameter groups
-    # Events of the profile by name, outside of backward and inside. Empty if the step was not profiled.
+    # Number of profiler events by name: `forward` counts the events outside of backward. Both are empty if the step was
+    # not profiled.
     forward: Counter[str]
     backward: Counter[str]
 
@@ -42,7 +43,8 @@ def count(events: Counter[str], text: str) -> int:
 
 
 def count_events(profiler: profile) -> tuple[Counter[str], Counter[str]]:
-    """Return two counts of a profile's events by name: outside of backward, and inside. Some names include a dtype."""
+    """Count the events of a profile by name, separately for events outside and inside of backward. Some names include a
+    dtype."""
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
     if not profiler.enabled:

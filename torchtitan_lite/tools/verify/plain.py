@@ -49,7 +49,7 @@ from torchtitan_lite.model.moe import Experts, MoE, Router, list_moes
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
 SPIKE = 10.0  # size of the spike, in units of the largest norm that training.skip_spikes allows
-STEPS = [  # for each step: max_norm / gradient norm; a value that is written into one gradient, or 0 for none
+STEPS = [  # of each step: ratio of max_norm to the gradient norm, and the value to write into one gradient (0: none)
     (0.5, 0.0),
     (2.0, 0.0),
     (2.0, math.nan),
@@ -76,7 +76,7 @@ class PlainStep:
     position: int  # in the learning-rate schedule
     max_norm: float
     spoiled_by: float  # NaN, infinity or a spike to write into one gradient, or 0 to write nothing
-    weights: dict[str, Tensor]  # before the step, including expert biases
+    weights: dict[str, Tensor]  # weights and expert biases before the step
     # FQN -> output, in the order of forward; the output of the head is the loss of each token
     outputs: dict[str, Tensor]
     # keys whose code is shared by the plain loop and the layout: a fork's loss or attention
@@ -170,9 +170,9 @@ OF_LOSS = ("forward", "differentiate", "token_losses")  # methods of a head
 class PlainExperts:
     """Replaces the forward of an MoE: every expert computes every token, and the weight of an unchosen expert is 0.
 
-    Because of the biases, one expert of every layer gets no tokens. If top_k is at least 2, one other expert of every
-    layer gets all tokens. If `biases_decide`, biases choose the same experts for every token, so rounding cannot change
-    the choice.
+    The biases are set so that one expert of every layer gets no tokens. If top_k is at least 2, a second expert of
+    every layer gets all tokens. If `biases_decide`, biases choose the same experts for every token, so rounding cannot
+    change the choice.
     """
 
     def __init__(self, moe: MoE, layer: int, *, biases_decide: bool):
@@ -229,7 +229,8 @@ class PlainModel:
         args = resolve_model(config.model)
         model_class = build.find_model_class(args.name)
         self.model = model_class(args, attention=config.model.attention)
-        self.outputs: dict[str, Tensor] = {}  # of each module in the last forward, in order
+        # module -> output in the last forward, in the order of execution
+        self.outputs: dict[str, Tensor] = {}
         self.shared: set[str] = set()  # keys whose formula is neither in this file nor in torch
         uses_documents = ATTENTIONS[config.model.attention].uses_documents
         for name, module in self.model.named_modules():
@@ -269,7 +270,7 @@ class PlainModel:
         if self.finds_own_loss(batch.take_rows(range(1))):
             self.shared.add("training.loss")
             loss = self.call(batch, targets=batch.targets) / count_valid_tokens(batch.targets)
-            del self.outputs["output"]  # the head may have several calls
+            del self.outputs["output"]  # the head may have been called several times
         else:
             loss = self.compute_loss(batch)
         total = loss
@@ -288,7 +289,8 @@ class PlainModel:
         return self.model(batch.tokens, **fields, **options)
 
     def finds_own_loss(self, batch: Batch) -> bool:
-        """Return whether the model has a loss of its own. A fork may add terms, or call a second head."""
+        """Return whether the model has a loss of its own. For example, a fork may add terms to the loss, or call a
+        second head."""
         head = self.model.output
         calls = []
         hook = head.register_forward_hook(lambda *call: calls.append(call[-1]))
@@ -299,7 +301,7 @@ class PlainModel:
         return any(own) or len(calls) != 1 or loss is not calls[0]
 
     def compute_loss(self, batch: Batch) -> Tensor:
-        """Return the mean over valid targets of the cross entropy, or of the run's loss formula, from full logits."""
+        """Return the mean loss over valid targets, computed from full logits by cross entropy or the run's formula."""
         logits = self.call(batch)
         exact = logits.double().flatten(0, 1)
         targets = batch.targets.flatten()

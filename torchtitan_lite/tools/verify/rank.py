@@ -94,7 +94,8 @@ def compare_steps(rank: int, world_size: int, config: Config, path: str) -> Seen
 
 def compare_step(run: build.Run, plain: PlainStep, seen: Seen) -> None:
     """Run one step and compare everything. Collective."""
-    if run.lr_scheduler.last_epoch != plain.position:  # set the schedule as a resume does
+    # set the schedule as when a run resumes at this position
+    if run.lr_scheduler.last_epoch != plain.position:
         set_step(run.lr_scheduler, plain.position)
     give_weights(run, plain.weights)
     for scales in list_scales(run):
@@ -199,8 +200,8 @@ def give_weights(run: build.Run, weights: dict[str, Tensor]) -> None:
 def choose_with_ties(router: Router, of_ties: Tensor, routes: Tensor, scores: Tensor) -> Tensor:
     """Replace Router.choose: tokens with tied scores get the experts that the plain loop chose.
 
-    scores (B, S, E) -> routes (B, S, K). The plain loop had N tokens with tied scores. `of_ties` (N, E) has their
-    scores, and `routes` (N, K) has their experts.
+    scores (B, S, E) -> routes (B, S, K). The plain loop had N tokens with tied scores. `of_ties` (N, E) has the scores
+    of these tokens, and `routes` (N, K) has their experts.
     """
     chosen = Router.choose(router, scores)
     if len(routes) == 0:
@@ -250,7 +251,8 @@ def outputs_compared(run: build.Run, plain: PlainStep, seen: Seen) -> Iterator[N
             own = torch.cat(microbatches)
         else:  # the output does not have the shape (B, S, ...): for example, a fork's module returns a parameter
             continue
-        sequence_dim = 2 if name.endswith("inner") else 1  # (B, heads, S, E), else (B, S, ...)
+        # `inner` returns (B, heads, S, E), all other modules return (B, S, ...)
+        sequence_dim = 2 if name.endswith("inner") else 1
         whole = cut_piece(right, own, sequence_dim, run)
         if own.shape == whole.shape:
             seen.note(measure, name, relative_error(own, whole))

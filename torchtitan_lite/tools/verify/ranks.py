@@ -31,7 +31,7 @@ from torchtitan_lite.tools.processes import start_worker_server
 # torch's caches keep gloo groups and their threads alive. After dozens of jobs, hundreds of threads would compete for
 # the cores. New workers are cheap, because they are forks of a process that has imported torch.
 JOBS_PER_WORKER = 8
-OF_A_PEER = "Check the logs of the remote worker"  # in gloo's errors if a peer has ended
+OF_A_PEER = "Check the logs of the remote worker"  # gloo's error has this text if a peer has ended
 SECONDS_AFTER_A_FAILURE = 3  # time for the other ranks to finish after a rank has failed
 
 

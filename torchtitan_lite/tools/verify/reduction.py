@@ -61,8 +61,9 @@ TOKENIZER = "bytes"
 N_WORDS = 258  # vocabulary of this tokenizer
 REPLACED = {
     "training.steps": 5,  # the wide trial has five or six steps
-    "training.mixed_precision_param": "float32",  # the precision of the run has a separate trial
-    # Only train.py reads the keys below. Every step is logged and saved. The first and the last step are validated.
+    "training.mixed_precision_param": "float32",  # a separate trial tests the precision of the run
+    # Only train.py reads the keys below. Every step is logged and saved. Validation runs after the first and the last
+    # step.
     "model.hf_assets_path": TOKENIZER,
     "training.cache_folder": "",
     "metrics": Metrics(log_freq=1, enable_tensorboard=False),
@@ -73,7 +74,7 @@ REPLACED = {
     "validation.enable": True,
     "validation.freq": 10**6,
 }
-# Sections and keys that are reset to their defaults. float8 has a separate trial. Async TP needs inductor and GPUs.
+# Sections and keys that are reset to their defaults. A separate trial tests float8. Async TP needs inductor and GPUs.
 # Symmetric memory needs NCCL. Some settings of [profiling] need a GPU.
 DEFAULTS = """
 model.converters training.dtype training.dataset_path parallelism.enable_async_tensor_parallel
@@ -93,7 +94,8 @@ class Reduction:
 
 
 def reduce_config(config: Config, max_ranks: int) -> Reduction:
-    """Reduce a config. Raises ConfigError if the real run cannot start, UserError if it needs more ranks."""
+    """Reduce a config. Raises ConfigError if the real run cannot start, UserError if the layout needs more than
+    `max_ranks` ranks."""
     n_ranks = count_ranks(config.parallelism)
     args = resolve_model(config.model)
     real = plan_layout(config, args, n_ranks)
@@ -119,7 +121,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     of_node = config.parallelism.zero_plus_plus_node_size // wide.tp
     is_one_node = of_node >= n_shards > 2 and n_shards % 2 == 0
     if config.parallelism.zero_plus_plus and is_one_node:
-        # ZeRO++ has an effect only if a group has several nodes of several ranks.
+        # ZeRO++ has an effect only if a group spans several nodes and has several ranks per node.
         keys["parallelism.zero_plus_plus_node_size"] = wide.tp * n_shards // 2
     if config.validation.steps != AUTOMATIC:
         # one batch is smaller than the validation split of the small corpus
@@ -202,7 +204,7 @@ def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, i
 
 
 def reduce_size(real: int, wanted: int, unit: int, split: int) -> int:
-    """Return a multiple of `unit` near `wanted`. If `split` divides `real`, it also divides the result. If `split`
+    """Return a multiple of `unit` near `wanted`. If `split` divides `real`, `split` also divides the result. If `split`
     divides neither `real` nor `unit`, it does not divide the result."""
     size = round_up(wanted, unit)
     while unit % split and (real % split == 0) != (size % split == 0):
@@ -211,7 +213,7 @@ def reduce_size(real: int, wanted: int, unit: int, split: int) -> int:
 
 
 def reduce_experts(args: ModelArgs, layout: Layout, dim: int, n_wanted: int) -> dict[str, int]:
-    """Return the sizes of a small MoE: about `n_wanted` experts. top_k is the real top_k, or N_EXPERTS if that is less.
+    """Return the sizes of a small MoE with about `n_wanted` experts. top_k is the real top_k, but at most N_EXPERTS.
 
     As in the real run, FSDP shards either the number of experts or their matrices. If the real model has both MoE and
     dense layers, the small model has both too. Returns {} for a dense model.
@@ -241,8 +243,9 @@ def reduce_experts(args: ModelArgs, layout: Layout, dim: int, n_wanted: int) -> 
 def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str, object]:
     """Return the keys for layers and stages, with at most two stages per rank if the schedule allows it.
 
-    The small run has the first stages and the last stage of the real run. A stage has two layers if the real stage has
-    more layers than the smallest real stage, and otherwise one layer.
+    The small run has the first stages and the last stage of the real run. A small stage has one layer if the
+    corresponding real stage has the minimum number of layers, and two layers if the real stage has more. A stage
+    without layers remains without layers.
     """
     if real.pp == 1:
         return {"model.n_layers": min(2, n_layers), STAGES: None}
@@ -259,12 +262,12 @@ def reduce_stages(section: Parallelism, n_layers: int, real: Layout) -> dict[str
         small = override(Config(parallelism=section), keys)
         if plan_stages(small.parallelism, sum(fewer)) == fewer:
             return keys | {"model.n_layers": sum(fewer)}
-    raise ValueError(f"no keys of the pipeline give stages of {fewer} layers")
+    raise ValueError(f"no values of the pipeline keys give stages with {fewer} layers")
 
 
 def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> dict[str, object]:
-    """Return the keys of a small batch. It has more microbatches than stages if the real batch has enough microbatches.
-    cp and tp divide the sequence length."""
+    """Return the keys of a small batch. The small batch has more microbatches than stages if the real batch has enough
+    microbatches. cp and tp divide the sequence length."""
     accumulates = real.global_batch_size > config.training.local_batch_size * real.dp
     n_rows = 2
     n_microbatches = 3 if accumulates else 1
@@ -272,12 +275,12 @@ def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> d
         n_rows = min(2, real.microbatch_size)
         n_stages = count_stages(small.parallelism, small.model.n_layers)
         # Use more microbatches than stages, but not more than the real run. The number is even if possible, because
-        # then other layouts can resume with the same batch.
+        # then a run on a different layout can resume with the same batch.
         wanted = min(real.n_microbatches, 2 * (n_stages // 2 + 1))
         n_microbatches = find_n_microbatches(small.parallelism, wanted, n_stages)
     unit = FLOAT8_BLOCK if config.model.uses_float8 else 1
-    # 41 is odd, and stays odd if neither tp nor cp divides rows. An odd row shows whether code that halves rows keeps
-    # the last token.
+    # 41 is odd, and stays odd if neither tp nor cp divides rows. A row with an odd number of tokens shows whether code
+    # that halves rows keeps the last token.
     keys = give_batch(small, wide, n_rows, n_microbatches, 41, unit)
     if accumulates:
         keys["training.local_batch_size"] = n_rows

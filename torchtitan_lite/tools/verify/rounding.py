@@ -110,7 +110,7 @@ def compare_with_halves(run: build.Run, plain: PlainStep, batch: Batch, seen: Se
     microbatches = rows // run.layout.microbatch_size
     is_even = microbatches % 2 == 0
     fields = find_fields(run.config.training.loss, run.config.model.name)
-    # The loss of a half must be divided by the tokens of the whole batch.
+    # The loss of each half must be divided by the number of tokens in the whole batch.
     n_tokens = count_valid_tokens(plain.batch.targets)
     with patch.object(stepping, "count_global_tokens", lambda *_: n_tokens):
         for is_left_out in (is_even, ~is_even):

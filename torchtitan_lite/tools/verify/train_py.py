@@ -5,9 +5,9 @@ validation, save and resume.
     the layout          steps 1 2
     a second layout             3 4       on the same ranks, with a different ep if possible, from the last checkpoint
 
-train.py is started three times in warm workers. All numbers in metrics.jsonl are compared. The checkpoints after each
-step are compared too, because a loss would not show that a resume has rounded the optimizer state. This trial cannot
-find faults that also occur in one process. The tests find such faults.
+train.py is started three times in warm workers. All numbers in metrics.jsonl that have a bound in BOUNDS (trial.py) are
+compared. The checkpoints after each step are compared too, because a loss would not show that a resume has rounded the
+optimizer state. This trial cannot find faults that also occur in one process. The tests find such faults.
 """
 
 import gc
@@ -64,7 +64,7 @@ from torchtitan_lite.tools.verify.trial import (
 )
 from torchtitan_lite.tools.verify.witnesses import Acted, actions_noted, merge
 
-# the resumed run trains more steps than the first run, on another layout; these values are valid for any layout
+# The resumed run continues up to step 4, on a different layout. These values are valid for every layout.
 RESUMED = {
     STAGES: None,
     "training.steps": 4,
@@ -128,7 +128,8 @@ def compare_checkpoints(alone: Config, config: Config, seen: Seen) -> None:
         errors[name] = math.inf
         if name in saved and saved[name][:2] == entry[:2]:  # dtype, shape
             errors[name] = relative_error(own.read(name), right.read(name))
-    # Report the largest error first. A wrong optimizer state also makes weights wrong, but by less.
+    # Report the largest error first. A wrong optimizer state also causes errors in the weights, but they are smaller
+    # than the errors in the state.
     for name in sorted(errors, key=errors.get, reverse=True):
         seen.note("saved tensor", name, errors[name])
 
@@ -231,10 +232,10 @@ def process_left_as_it_was() -> Iterator[None]:
 
 
 def make_config(reduction: Reduction, folder: Path) -> Config:
-    """Return the config for train.py. The run has few steps. With its settings, an error of the layout changes every
-    logged number."""
+    """Return the config for train.py. The run has few steps. The settings are chosen so that an error of the layout
+    changes every logged number."""
     real = reduction.real
-    small = leave_out_compiler(reduction.config)  # compiling is slow, and tested by the wide trial
+    small = leave_out_compiler(reduction.config)  # compilation is slow, and the wide trial tests it
     optimizer = real.optimizer
     # the optimizer of a fork may accept only some learning rates
     if optimizer.name in (

@@ -45,8 +45,9 @@ RunRanks = Callable[..., list]  # (worker, world_size, *args) -> one result per 
 # relative changes of the results if one process repeats the steps with weights that are perturbed by a rounding error
 Noise = dict[Key, float]
 
-# Errors of correct layouts: gradients 2e-6 (8e-6 with twelve MoE layers), optimizer state 2e-7, updates 4e-8.
-SUMS = 1e-5  # bound for sums whose terms are added in another order than in the plain loop
+# Correct layouts have errors of 2e-6 in gradients (8e-6 with twelve MoE layers), 2e-7 in optimizer state, and 4e-8 in
+# updates.
+SUMS = 1e-5  # bound for sums whose terms are added in a different order than in the plain loop
 SAME = 5e-6  # bound for elementwise results that differ only in rounding
 EXACT = 0.0
 # If the terms of a sum cancel, its relative error is large. Therefore an error above the bound is accepted if rounding
@@ -54,7 +55,7 @@ EXACT = 0.0
 NOISE = 10.0
 N_ROUNDINGS = 5  # random roundings of the weights
 OF_SUMS = ("gradients", "saved tensor")  # measures of sums whose terms may cancel
-BOUNDS = {  # measure, in the order of a step -> largest error of a correct layout
+BOUNDS = {  # measure -> largest error of a correct layout; listed in the order of a step
     "initial weights": EXACT,
     "counted tokens": EXACT,
     "learning rate": 1e-12,
@@ -74,9 +75,9 @@ BOUNDS = {  # measure, in the order of a step -> largest error of a correct layo
     "schedule": EXACT,
     "scales": EXACT,
     "sum of microbatches": SUMS,
-    # Only the trial named `train.py` updates weights with the gradients of the layout. Other trials replace them by the
-    # gradients of the plain loop. In the trial `train.py`, rounding differences therefore grow from step to step, but
-    # faults grow far more.
+    # Only the trial named `train.py` updates weights with the gradients of the layout. All other trials replace these
+    # gradients with the gradients of the plain loop. In the trial `train.py`, rounding differences therefore grow from
+    # step to step, but errors caused by faults grow far more.
     "lr": 1e-12,
     "tokens": EXACT,
     "grad_norm": 1e-3,
@@ -92,7 +93,7 @@ NOT_FINISHED = "not finished"
 
 @dataclass(frozen=True)
 class Culprit:
-    """The first difference of a measure."""
+    """The first error of a measure above its bound, or a crash."""
 
     kind: str
     name: str  # name of a parameter, a module or a function
@@ -106,7 +107,8 @@ class Trial:
 
     name: str
     measures: dict[str, tuple[float, float]] = field(default_factory=dict)  # worst error, bound
-    faults: dict[str, Culprit] = field(default_factory=dict)  # by measure, in the order of a step
+    # measure -> first error above its bound, in the order of steps and measures
+    faults: dict[str, Culprit] = field(default_factory=dict)
     seconds: float = 0.0
     # for each layout that ran: its config, and the keys that acted
     ran: tuple[tuple[Config, Acted], ...] = ()
@@ -151,14 +153,14 @@ def repeat_steps(
 
 
 def describe_run(trial: Trial, config: Config, steps: list[PlainStep], ranks: list[Seen]) -> Trial:
-    """Return the trial with the config that ran, the keys that acted, and the keys whose code is shared."""
+    """Complete a trial with the config that ran, the keys that acted, and the keys with shared code."""
     ran = with_value(config, "training.max_norm", round(steps[0].max_norm, 3))
     acted = merge(rank.acted for rank in ranks)
     return replace(trial, ran=((ran, acted),), shared=tuple(steps[0].shared))
 
 
 def make_trial(name: str, call: Callable[[], Trial]) -> Trial:
-    """Run a trial and time it. An exception on a rank, or of the model in the plain loop, becomes a fault."""
+    """Run a trial and time it. An exception on a rank, or in the model of the plain loop, is recorded as a fault."""
     start = time.monotonic()
     try:
         trial = call()
@@ -237,15 +239,17 @@ def blame(key: Key, errors: list[tuple[Coordinates, float]], bound: float) -> Cu
 
 # ---------------------------------------------------------------- bfloat16 and float8
 
-# name -> number of steps, minimum bound, and a quarter of the rounding error. If a gradient exceeds its bound, the
-# trial measures how much rounding errors of this size change the gradient. A bound has a minimum, because the errors of
-# one rank may cancel in its loss or in the gradient of a scalar. Other layouts round these values once more (bfloat16:
-# 2**-9).
+# Precision -> number of steps, minimum bound, and size of weight perturbations (a quarter of the rounding error). If a
+# gradient exceeds its bound, the trial measures how much such perturbations change the gradient. A bound has a minimum,
+# because the errors of one rank may cancel in its loss or in the gradient of a scalar. A layout with tp or cp rounds
+# these values one more time, by 2**-9 in bfloat16.
 PRECISIONS = {"bfloat16": (2, 4e-3, 2**-11), "float8": (3, 1e-2, 2**-6)}
-# With ep, a matmul of an expert has rows from several ranks, so its weight gradient adds the rows in another order than
-# one rank does. One rank adds the two gradients of a tied matrix in the compute dtype, but stages add them in float32.
+# With ep, a matmul of an expert has rows from several ranks, so the weight gradient of this expert sums the rows in a
+# different order than on one rank. One rank adds the two gradients of a tied matrix in the compute dtype, but pipeline
+# stages add them in float32.
 ROUNDED_OFTEN = 2e-2
-NOT_JUDGED = ("gradient norm", "state", "updates")  # computed from gradients of the plain loop
+# these measures are computed from gradients of the plain loop
+NOT_JUDGED = ("gradient norm", "state", "updates")
 
 
 def try_precision(name: str, reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:

@@ -122,7 +122,8 @@ def runs_implementation(step: Observed) -> bool | None:
 
 
 def updates_groups(step: Observed) -> bool:
-    """Return whether every group matches a parameter of the small model, and this rank uses the factors of a group."""
+    """Return whether every group matches a parameter of the small model, and this rank uses the factors of at least one
+    group."""
     section = step.config.optimizer
     asked = {
         (section.lr * group.lr, section.weight_decay * group.weight_decay)
@@ -180,7 +181,8 @@ def runs_schedule(step: Observed) -> bool | None:
 
 
 def rotates(step: Observed) -> bool | None:
-    """Return whether the chosen method exchanges the keys of attention. Only the ring uses all-to-alls for keys.
+    """Return whether the chosen method exchanges the keys of attention. Only the method "ring" exchanges keys by
+    all-to-alls.
 
     Each Scatter of tp also uses one all-to-all, so the all-to-alls of Scatter are subtracted. With ep > 1, experts use
     many all-to-alls, so the result is False.
@@ -194,8 +196,8 @@ def rotates(step: Observed) -> bool | None:
 
 
 def recomputes(step: Observed) -> bool | None:
-    """Return whether backward repeats norms or attention. Without recompute, the compiler repeats only cheaper
-    operators."""
+    """Return whether backward repeats norms or attention. Without recompute, the compiler repeats only operators that
+    are cheaper than these two."""
     if step.config.activation_checkpoint.mode == "none":
         return None
     repeated = [name for name in step.backward if "ackward" not in name]
