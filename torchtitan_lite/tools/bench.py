@@ -175,7 +175,7 @@ def build_contenders(config: Config, layout: Layout, device: torch.device) -> di
     fields = make_config_json(model_args, dtype="float32", bos_id=None, eos_id=None)
     fields |= {"attn_implementation": "sdpa", "use_cache": False}
     hf_config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    # its initial weights differ from those of the other contenders
+    # the other contenders have different initial weights than this model
     llama = transformers.AutoModelForCausalLM.from_config(hf_config)
     llama.train().to(device)
     contenders["transformers"] = write_loop(

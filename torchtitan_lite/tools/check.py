@@ -119,7 +119,8 @@ def resolve_on_hosts(
 
 
 def check_fewer_hosts(spec: RunSpec, config_args: list[str], n_hosts: int) -> None:
-    """Check every smaller number of hosts that NNODES allows. `spec` is the run on `n_hosts`. Raises ConfigError."""
+    """Check every smaller number of hosts that NNODES allows. `spec` describes the run on `n_hosts` hosts. Raises
+    ConfigError."""
     problems = []
     layout = spec.layout
     sizes = range(read_hosts()[0], n_hosts)

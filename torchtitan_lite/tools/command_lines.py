@@ -37,7 +37,7 @@ class Tool(NamedTuple):
 
     module: str  # in torchtitan_lite.tools, with `main(options) -> exit status`
     description: str
-    reads_config: bool  # other arguments set config keys; they go to options.config_args
+    reads_config: bool  # arguments that are not in `options` set config keys; they are stored in options.config_args
     options: tuple[Option | list[Option], ...] = ()  # the options in a list exclude each other
     # a case, such as "with --dataset" -> arguments that this case does not allow, because they would have no effect
     without_effect: Mapping[str, str] = {}

@@ -51,7 +51,8 @@ def check_host(
     bound = bound_memory(config, model_args, n_ranks, machine, n_hosts)
     rules = [check_memory(bound, args, n_ranks, machine), check_heads(config, model_args, machine)]
     if machine.is_here:
-        # A lower bound: every host stores all shards of its ranks, but replicas on several hosts are not counted.
+        # This is a lower bound: every host stores all shards of its ranks, but replicas on several hosts are counted
+        # only once.
         snapshot_bytes = count_saved_bytes(config, model_args) // n_hosts
         rules += [check_torch_build(machine), check_snapshots(config, snapshot_bytes)]
     return Problems(config, model_args, chain(*rules))
@@ -71,8 +72,8 @@ class MemoryBound:
     def __str__(self) -> str:
         ranks = f"{self.n_ranks} ranks share" if self.n_ranks > 1 else "a rank has"
         return (
-            f"at least {self.state_bytes / GIB:.2f} GiB for weights, gradients and optimizer state, without "
-            "activations, unsharded weights and the allocator's reserve; "
+            f"at least {self.state_bytes / GIB:.2f} GiB for weights, gradients and optimizer state (plus "
+            "activations, unsharded weights and memory that the allocator reserves); "
             f"{ranks} {self.available_bytes / GIB:.1f} GiB"
         )
 
@@ -83,7 +84,7 @@ def count_moment_bytes(section: Optimizer) -> int:
 
 
 def count_weight_bytes(config: Config) -> int:
-    """Return the bytes per parameter of the weights between steps. Gradients take the same number of bytes."""
+    """Return the bytes per parameter of the weights between steps. Gradients take as many bytes as weights."""
     return 2 if config.training.dtype == "bfloat16" else MASTER_BYTES
 
 

@@ -199,7 +199,7 @@ def choose_look(text: str, width: float) -> str:
 
 
 def draw_bar(name: str, value: str, boxes: Iterable[Part], length: float, limit: float = 0) -> str:
-    """Draw a bar of parts below its name and value, with a line across it at `limit`."""
+    """Draw a bar of parts, with a name and a value above the bar, and a line across the bar at `limit`."""
     parts = "".join(
         f'<b class="{look}" style="width: {100 * size / length:.2f}%; color: {color}" title="{escape(title)}"></b>'
         for size, color, look, title in boxes

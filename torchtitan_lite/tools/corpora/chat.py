@@ -44,7 +44,7 @@ TEMPLATE_ROLES = ("system", "developer", "user", "assistant", "tool")
 # Arguments of the function that renders a template. If one of these arguments is true, the text does not end with the
 # last answer.
 OF_ENDS = ("continue_final_message", "add_generation_prompt")
-# Arguments of the same function that are not variables of a template.
+# Arguments of the rendering function that are not variables of a template.
 ARGUMENTS = ("conversations", "chat_template", "return_assistant_tokens_mask")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 CONTENTS = ("content", "tool_calls", "function_call", *MEDIA)  # keys of a message
@@ -118,7 +118,7 @@ class ChatFormat:
             )
         except Exception as error:  # a template is a program, which can raise anything
             raise ValueError(
-                f"the chat template refuses it: {type(error).__name__}: {error}"
+                f"the chat template refuses the conversation: {type(error).__name__}: {error}"
             ) from None
         return text, [range(*place) for place in places[0]] if has_marks else None
 

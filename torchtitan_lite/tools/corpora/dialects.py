@@ -40,7 +40,8 @@ SHAREGPT_ROLES = ROLES | {"observation": "tool"}
 CALL_ROLES = {"function_call", "tool_call"}
 # a message has no targets if one of these keys is 0 or false
 WEIGHTS = ("weight", "loss", "train", "trainable", "loss_mask")
-# Some data sets choose targets by other keys, such as "masked" or "train_detail". Their values have other meanings.
+# Some data sets choose targets by keys that are not in WEIGHTS, such as "masked" or "train_detail". The values of these
+# keys have a different meaning than in WEIGHTS.
 CHOOSES_TARGETS = re.compile("weight|loss|train|mask")
 
 

@@ -186,8 +186,8 @@ def train_tokenizer(texts: Iterator[str], n_entries: int, folder: Path) -> str:
     n_found = tokenizer.get_vocab_size()
     if n_found != n_entries:
         raise PreparationError(
-            f"--train-tokenizer {n_entries}: a tokenizer of these texts has {n_found} entries: bytes, BOS, EOS, "
-            f"pairs. Use {n_found}"
+            f"--train-tokenizer {n_entries}: these texts give a tokenizer of {n_found} entries (bytes, BOS, "
+            f"EOS and pairs). Use {n_found}"
         )
     tokenizer.post_processor = library.processors.TemplateProcessing(
         f"{BOS} $A", special_tokens=[(BOS, 0)]

@@ -38,7 +38,8 @@ from torchtitan_lite.tools.tables import format_table
 VARIABLE = "TORCHTITAN_LITE_FAULT"
 LAUNCHER = "TORCHTITAN_LITE_LAUNCHER"
 HANG_MESSAGE = r"HANG in step \d+, \S+ s after it began\. rank {rank} .*?Its process is (\d+)"
-# If the calls of two ranks differ, gloo may abort one of the ranks, so FAILED is also a correct result.
+# If the calls of two ranks differ, gloo may abort one of the ranks, so a report that begins with FAILED is also
+# correct.
 OTHER_CALL = (
     rf"{HANG_MESSAGE}|FAILED in step .* began\. rank {{rank}} .*(missing from call|earlier steps)"
 )
@@ -96,7 +97,7 @@ class Fault:
     rank: int | None  # None: all ranks train without a fault
     step: int  # number of the step, counted from the start of the process; the first step is 1
     folder: str  # dump folder of the run
-    found_s: float | None = None  # seconds until the output names the fault; None if it never does
+    found_s: float | None = None  # seconds until the output names the fault, or None
     back_s: float | None = None  # seconds until a restarted run logs a step
     steps_lost: int | None = None  # steps that were finished before the fault and trained again
     # whether the final weights and optimizer state are bitwise identical to those of the run without a fault

@@ -131,7 +131,8 @@ def measure_matmul(place: str, cluster: Cluster, device: torch.device) -> Measur
 def measure_link(
     dim: str, mesh: DeviceMesh, stride: int, cluster: Cluster, device: torch.device
 ) -> Measured:
-    """Return the median time of an all-gather in this rank's group. LOADS has the bytes from each rank. Collective."""
+    """Return the median time of an all-gather in this rank's group. LOADS has the number of bytes that each rank
+    contributes. Collective."""
     ranks = list_ranks(mesh)
     n_bytes = LOADS[device.type][3]
     own = torch.zeros(n_bytes, dtype=torch.uint8, device=device)

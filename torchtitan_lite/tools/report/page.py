@@ -204,7 +204,7 @@ def draw_plots(series: list[Series], axis: str) -> Iterator[str]:
                     marks.append((place, kind_color, f"{run.name}: {record['kind']}"))
     for title, (field, dashed_field, from_zero) in PLOTS.items():
         curves = []
-        lasts = defaultdict(str)  # field -> last value of each curve, in its color
+        lasts = defaultdict(str)  # field -> last value of each curve, in the color of the curve
         for each in series:
             dashes_of = {field: "none", dashed_field: "4 4"}
             dashes_of |= dict.fromkeys(each.list_groups(field), "1 3")

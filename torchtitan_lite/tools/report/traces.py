@@ -182,7 +182,7 @@ def measure_union(spans: Iterable) -> float:
 
 
 def find_axis(event: dict, used: list[str], axes: dict) -> str:
-    """Return the axis over which a call communicates, or "" if it computes. `used`: the mesh dims with several
+    """Return the axis over which a call communicates, or "" if it computes. `used` contains the mesh dims with several
     ranks."""
     name = event["name"]
     # torch also annotates the kernels of a call with the name of the call, without the group

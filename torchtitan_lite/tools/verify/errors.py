@@ -62,9 +62,9 @@ def relative_error(
     `right` is the same slice of `whole`.
 
     `unit` is `whole` by default. If the share is 0, the result is 0 for own = right, and otherwise infinity. An error
-    of up to `roundings` fp32 roundings per element is treated as 0. If `forgives` is true, the largest errors are
-    ignored: two elements, plus 0.1 % of all elements. In bfloat16, about one element in ten thousand is rounded to the
-    neighboring value.
+    of up to `roundings` fp32 roundings per element is treated as 0. If `forgives` is true, the elements with the
+    largest errors are ignored (two elements, plus 0.1 % of all elements). In bfloat16, about one element in ten
+    thousand is rounded to the neighboring value.
     """
     own = local(tensor).double()
     right = cut_local(whole, tensor).double()

@@ -1,4 +1,4 @@
-"""Run the plain loop: a simple training loop in one process. Every layout must compute the same results.
+"""Run the plain loop: a simple training loop in one process. Every layout must compute the same results as this loop.
 
     model      the user's class on one device; one explicit mask for documents; every expert computes every token
     batch      random tokens; every row masks a different fraction of its targets, and one row masks all of them

@@ -175,7 +175,8 @@ def override(config: Config, overrides: dict[str, object]) -> Config:
 
 def reduce_sizes(config: Config, args: ModelArgs, layout: Layout) -> dict[str, int]:
     """Return model sizes with a dim of about 64 to 128. If tp x dp_shard x cp divides ffn_dim or vocab_size of the real
-    model, it also divides the reduced size. If dp_shard is automatic, this is guaranteed for tp only."""
+    model, the product also divides the reduced size. If dp_shard is automatic, this is guaranteed for tp, but not for
+    the product."""
     tp = layout.tp
     n_kv_heads = min(2 * tp, args.n_kv_heads)
     n_heads = n_kv_heads * (args.n_heads // args.n_kv_heads)
