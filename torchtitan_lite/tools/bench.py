@@ -4,11 +4,11 @@
     bare_loop      a hand-written loop with the same model class; with --layout, data-parallel over the same ranks
     transformers   the same loop with Hugging Face's Llama of the same size; only without --layout
 
-Without --layout, the implementations take turns in one process, on one CPU thread or one GPU. With --layout, they run
-on the CPU, in one process per rank. A ratio is the time of an implementation divided by the trainer's time in the same
-round; the median over rounds is printed. On a shared machine, speeds drift, but ratios do not. Other programs affect
-CPU seconds (user and system time of all threads of all ranks) even less than ratios. Before the timing starts, trainer
-and bare_loop must compute the same losses.
+Without --layout, the implementations take turns in one process, on one CPU thread or one GPU. With --layout, the
+implementations run on the CPU, in one process per rank. A ratio is the time of an implementation divided by the
+trainer's time in the same round; the median over rounds is printed. On a shared machine, speeds drift, but ratios do
+not. Other programs affect CPU seconds (user and system time of all threads of all ranks) even less than they affect
+ratios. Before the timing starts, trainer and bare_loop must compute the same losses.
 """
 
 import gc

@@ -269,7 +269,11 @@ The output is recorded while step.py runs as one rank of the layout, on fake ten
         (
             GPUS,
             GPU,
-            Option("--rank", "only the shards of this rank and its peers in other stages", rank),
+            Option(
+                "--rank",
+                "show only the shards of this rank and of its peers in other pipeline stages",
+                rank,
+            ),
             HTML,
         ),
     ),
@@ -364,13 +368,16 @@ For the speed of a model on your GPUs, train a few steps of it: each line of the
             Option("--rounds", "number of turns per contender (%(default)s)", count, 5),
             Option("--steps", "steps per turn (%(default)s)", count, 5),
             Option(
-                "--layout", "degrees, such as pp2 dp2 tp2: one CPU rank each", degree, nargs="+"
+                "--layout",
+                "degrees, such as pp2 dp2 tp2; each rank is a process on the CPU",
+                degree,
+                nargs="+",
             ),
         ),
     ),
     "pulse": Tool(
         "faults.pulse",
-        """Is a device slow or wrong, or is a link slow? Tests the hardware of a run before it starts, within a minute.
+        """Is a device slow or wrong, or is a link slow? Tests the hardware within a minute, before a run starts.
 
 Start pulse on every host with the environment variables of the run, or type TOOL=pulse ./run_train.sh, which also works
 with Slurm.""",

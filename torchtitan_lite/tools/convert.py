@@ -80,7 +80,7 @@ def main(options: argparse.Namespace) -> int:
             )
     if why:
         raise SourceError(
-            f"{source.path} cannot be converted: {why}. `eval` can read it without a conversion."
+            f"{source.path} cannot be converted: {why}. `eval` can read the checkpoint without a conversion."
         )
     dtype = options.dtype or checkpoint.manifest.tensors["model.norm.weight"].dtype
     try:

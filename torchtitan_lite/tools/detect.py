@@ -24,7 +24,7 @@ OLDER_INDEX = "https://download.pytorch.org/whl/cu126"
 def detect_machine() -> Machine:
     """Return the GPUs that are visible under CUDA_VISIBLE_DEVICES, or the CPU if no GPU is visible.
 
-    The launcher calls this once for all of its ranks. If each rank queried the driver, and one query timed
+    The launcher calls this function once for all of its ranks. If each rank queried the driver, and one query timed
     out, that rank would run on the CPU while the others use GPUs.
     """
     gpus = list_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))

@@ -122,8 +122,8 @@ class CachedModel:
         error = (alone - at_once).abs().max() / at_once.abs().max()
         if error > MOST_ERROR and self.model.output.weight.dtype == torch.float32:
             raise UserError(
-                "The KV cache cannot serve this model: layers mix tokens outside of attention.inner. Its logits are "
-                f"off by {error:.0e}. Use eval, which needs no cache."
+                "The KV cache cannot serve this model: layers mix tokens outside of attention.inner. The cache changes "
+                f"the logits by {error:.0e}. Use eval, which needs no cache."
             )
 
     @torch.inference_mode()

@@ -168,8 +168,8 @@ class ChatFormat:
         """Return descriptions of the fields that are not in the text.
 
         Raises ValueError if a field would become special tokens, or if the template does not use a role or a field that
-        is part of the conversation. A field is in the text if a different value would change the text. A column may
-        change only the text that asks for an answer, such as Qwen3's enable_thinking. Targets begin after this text.
+        is part of the conversation. A field is in the text if a different value would change the text. A column such as
+        Qwen3's enable_thinking may change only the text that asks for an answer. Targets begin after this text.
         """
         unused = {}
         template = self.theirs.get_chat_template(tools=row.get("tools"))

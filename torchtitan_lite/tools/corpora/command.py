@@ -64,7 +64,7 @@ def main(options: argparse.Namespace) -> int:
         ) from None
     except OSError as error:  # the disk may be full
         folder = options.out or options.cache_folder
-        tell(f"The corpus in {folder} could not be made: {error}")
+        tell(f"The corpus in {folder} could not be created: {error}")
         return 1
     with suppress(BrokenPipeError):  # a closed pipe is not an error: the corpus is complete
         print(summary)

@@ -7,9 +7,9 @@
     instruction, input, output   Alpaca: the user turn is the instruction, and after an empty line the input, if any
 
 In the last two dialects, a column `history` is a list of earlier [question, answer] pairs, whose answers have targets.
-In all dialects, a column `system` is the system message. All other columns are variables of the chat template, such as
-`tools` and `documents`. A list of messages, tools, tool calls or history can be JSON text; an empty text means an empty
-list.
+In all dialects, a column `system` is the system message. Columns that are not named above, such as `tools` and
+`documents`, are variables of the chat template. A list of messages, tools, tool calls or history can be JSON text; an
+empty text means an empty list.
 
 First, columns and message keys with the value null are removed. If the content of a message is a list of texts, the
 texts are joined. Images are not supported.
@@ -94,7 +94,8 @@ def spell_value(value: Any) -> str:
 
 
 def parse_json(value: Any) -> Any:
-    """Return the value of a JSON text, or None for an empty text. Any other value is returned unchanged."""
+    """Return the value of a JSON text, or None for an empty text. A value that is not a JSON text is returned
+    unchanged."""
     if isinstance(value, str):
         with suppress(json.JSONDecodeError):
             return json.loads(value.strip() or "null", object_pairs_hook=make_object)

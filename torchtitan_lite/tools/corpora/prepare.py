@@ -63,7 +63,7 @@ class PrepareSettings:
 
     assets: str  # folder, file or name of the tokenizer: an argument of load_tokenizer
     validation_share: float = 0.01  # fraction of the documents that are for validation
-    tail: float = 0.0  # fraction of the text, at its end, that is for validation; 0 unless the input is a single text
+    tail: float = 0.0  # this fraction at the end of the text is for validation; 0 unless the input is a single text
     validation: Sequence[Path] = ()  # all documents of these files and folders are for validation
     # column with the text or the messages. None: "text", or the columns of the dialect
     column: str | None = None

@@ -218,7 +218,8 @@ def find_idle(files: dict[int, dict]) -> dict[int, str]:
 def find_unusual_calls(files: dict[int, dict]) -> dict[int, str]:
     """Return rank -> a text about its call, for the ranks whose call differs from their own calls in earlier steps.
 
-    Returns {} if the calls of all ranks differ from earlier steps, as in the first step after a validation.
+    Returns {} if the calls of all ranks differ from their calls in earlier steps, as in the first step after a
+    validation.
     """
     found = {}
     for rank, file in files.items():

@@ -39,8 +39,8 @@ from torchtitan_lite.tools.plan.cluster import CLUSTERS, Cluster, find_gpu_row, 
 from torchtitan_lite.tools.tables import format_table
 
 # For each device type: rows and dtype of the matrices, number of matmuls, bytes that a rank contributes to an
-# all-gather, limits for matmuls and all-gathers. A time is reported as slow if it exceeds the median by a factor above
-# its limit. Ranks on CPUs share the cores, so times vary more on CPUs than on GPUs.
+# all-gather, limits for matmuls and all-gathers. A time is reported as slow if the ratio of this time to the median
+# exceeds the limit. Ranks on CPUs share the cores, so times vary more on CPUs than on GPUs.
 LOADS = {
     "cuda": (8192, "bfloat16", 300, 2**26, 1.1, 1.1),
     "cpu": (256, "float32", 100, 2**20, 2.0, 4.0),

@@ -138,8 +138,8 @@ def write_page(runs: list[RecordedRun], key: str | None, axis: str, *, refresh: 
             if findings := "; ".join(list_findings(run)):
                 parts.append(f"<p>Look at {escape(f'{run.folder}: {findings}')}.</p>")
     about = (
-        "Source: metrics.jsonl. Ticks below a curve: starts (green), saves (gray), stops (red). "
-        "Above a plot: the last value of each curve, first of solid curves, then of dashed ones."
+        "Source: metrics.jsonl. Ticks below a curve mark starts (green), saves (gray) and stops (red). "
+        "The last value of each curve is above the plot, first for solid curves, then for dashed curves."
     )
     if key:
         about += (

@@ -56,7 +56,7 @@ class RecordedRun:
         if not (self.start and all(map(self.list_values, MEASURED))):
             raise UserError(
                 f"{folder}/metrics.jsonl lacks a start, or a finite {', '.join(MEASURED)} of a step: "
-                "wait for the run to log them, or use the code that trained it"
+                "wait for the run to log these values, or use the code that the run used"
             )
         table = load_toml(folder / "config.toml")
         self.settings = dict(flatten_table(table))  # "optimizer.lr" -> 0.001

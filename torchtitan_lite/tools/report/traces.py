@@ -53,7 +53,7 @@ class Trace(NamedTuple):
 
 
 def read_traces(folder: Path, layout: Layout) -> list[Trace]:
-    """Read the traces of the newest step with traces. Return [] if there is none. Raises UserError."""
+    """Read the traces of the newest step with traces. Return [] if no step has traces. Raises UserError."""
     files = defaultdict(dict)  # step -> rank -> file
     for path in folder.glob("step-*/rank-*.json"):
         # skip copies that a user may have made, such as step-10-old

@@ -13,7 +13,8 @@ from torchtitan_lite.config.schema import Config, Parallelism, get_value
 SHARD = "parallelism.data_parallel_shard_degree"
 CP = "parallelism.context_parallel_degree"
 TP = "parallelism.tensor_parallel_degree"
-EP = "parallelism.expert_parallel_degree"  # ep is not in the first mesh: it uses the ranks of dp_shard x cp x tp
+# ep is not a dim of the first mesh; ep groups consist of ranks of dp_shard x cp x tp
+EP = "parallelism.expert_parallel_degree"
 DEGREES = (  # if several degrees are the largest, list_smaller divides the first of them
     "parallelism.data_parallel_replicate_degree",
     SHARD,

@@ -264,8 +264,8 @@ class PlainModel:
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         """Return the mean loss over valid tokens, and the gradients.
 
-        torch computes the cross entropy. Any other loss is computed by its formula, or by the model itself if the model
-        has a loss of its own.
+        torch computes the cross entropy. A loss that is not the cross entropy is computed by its formula, or by the
+        model itself if the model has a loss of its own.
         """
         if self.finds_own_loss(batch.take_rows(range(1))):
             self.shared.add("training.loss")

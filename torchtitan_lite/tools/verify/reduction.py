@@ -275,8 +275,8 @@ def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> d
     if real.pp > 1:
         n_rows = min(2, real.microbatch_size)
         n_stages = count_stages(small.parallelism, small.model.n_layers)
-        # Use more microbatches than stages, but not more than the real run. The number is even if possible, because
-        # then a run on a different layout can resume with the same batch.
+        # Use more microbatches than stages, but not more microbatches than in the real run. The number is even if
+        # possible, because then a run on a different layout can resume with the same batch.
         wanted = min(real.n_microbatches, 2 * (n_stages // 2 + 1))
         n_microbatches = find_n_microbatches(small.parallelism, wanted, n_stages)
     unit = FLOAT8_BLOCK if config.model.uses_float8 else 1

@@ -41,8 +41,8 @@ def packing_checked(seen: Seen) -> AbstractContextManager:
                 seen.note("packing", "zero_plus_plus", worst.max().item())
         sent = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         sent = sent.view(torch.int8)
-        # In a real run, the other ranks receive rounded numbers. `rows` becomes NaN, to detect whether this rank uses
-        # its unrounded numbers afterwards.
+        # In a real run, the other ranks receive rounded numbers. `rows` is filled with NaN, to detect whether this rank
+        # uses its unrounded numbers afterwards.
         rows.fill_(math.nan)
         return sent
 
