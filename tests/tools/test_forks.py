@@ -58,7 +58,7 @@ REFUSED = {  # fork -> tool -> the key that it names
     "an attention": {"generate": "model.attention", "convert": "model.attention"},
     "a window": {"convert": "window"},
     "an inner attention": {"generate": "layers.1.attention.inner"},
-    "ids": {"generate": "Its forward fails if targets and extra fields are missing"},
+    "ids": {"generate": "The forward fails if targets and extra fields are missing"},
 }
 MODEL_FORKS = []  # the forks that `explain` shows
 for name, fork in FORKS.items():

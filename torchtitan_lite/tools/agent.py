@@ -1,6 +1,6 @@
 """Start the ranks of this host by torchrun's agent, restart them after a failure, and explain how they ended.
 
-    Agent       torchrun's: joins the rendezvous of all hosts, forks the ranks, and starts all again if one fails
+    Agent       torchrun's agent: joins the rendezvous of all hosts, forks the ranks, restarts all ranks if one fails
     start N     FOLDER/*/attempt_N/LOCAL_RANK/    error.json  status, reason and traceback with which the rank ended
                                                   stderr.log  if LOG_RANK hides it
 

@@ -17,7 +17,8 @@ BEFORE_TURING = r"\b(V100\w*|P100|P40|P4|TITAN (V|X|Xp)|GTX (9|10)..)\b"
 # GPUs that need CUDA 12.8 or newer
 BLACKWELL = r"\b(G?B[123]00|GB10|RTX (PRO|50..))\b"
 PYPI_CUDA = "13.0"  # CUDA version of the torch wheels on PyPI, since torch 2.11
-# Index of builds of torch 2.11 to 2.14 for CUDA 12.6. These builds have kernels for GPUs from Maxwell to Hopper
+# Package index with builds of torch 2.11 to 2.14 for CUDA 12.6. These builds have kernels for GPUs from Maxwell to
+# Hopper
 OLDER_INDEX = "https://download.pytorch.org/whl/cu126"
 
 

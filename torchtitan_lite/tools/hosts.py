@@ -38,7 +38,7 @@ MEET_WITHIN_S = 600.0
 SAY_AFTER_S = 10.0
 CONNECT_EVERY_S = 5.0
 STORE_TIMEOUT_S = 20
-# store key of a number: the hosts in the last start, plus the hosts that wait to join
+# store key of the number of hosts in the last start, plus the number of hosts that wait to join
 N_HOSTS = "hosts"
 SIGNAL = "signal"  # store key of the first signal that a host has received
 TELL_WITHIN_S = 2.0

@@ -112,7 +112,7 @@ class CachedModel:
             at_once = self.read([*tokens, 0])
         except Exception as error:
             raise UserError(
-                "The KV cache cannot serve this model. Its forward fails if targets and extra fields are missing, or "
+                "The KV cache cannot serve this model. The forward fails if targets and extra fields are missing, or "
                 f"if the cache is used: {error}. Use eval."
             ) from error
         self.forget()

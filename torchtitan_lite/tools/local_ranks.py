@@ -106,7 +106,7 @@ class Signals:
 
     def end(self, folder: Path) -> NoReturn:
         """End this process, which has no ranks. `folder` contains its temporary files."""
-        # a fork server that is still importing modules would end only after the import
+        # without SIGKILL, a fork server that is importing modules would end only after the imports
         if fork_server := getattr(forkserver._forkserver, "_forkserver_pid", None):
             os.kill(fork_server, signal.SIGKILL)
         for temporary in (folder, get_temp_dir()):

@@ -7,8 +7,8 @@
                                                      ^^^^^^^^^^^ targets
 
 transformers (the extra `chat`) reads the tokenizer's folder and runs its chat template, so the text equals the text of
-`apply_chat_template`. Targets are the text between the template's {% generation %} marks. If the template has no such
-marks, it writes two additional texts. They show where a turn begins and ends in the whole text:
+`apply_chat_template`. Targets are the text between the template's {% generation %} marks. A template without such marks
+writes two additional texts. These texts show where a turn begins and ends in the whole text:
 
     prompt    the conversation before the answer, and the text that asks for the answer. The turn begins after this text
     signed    the conversation with a placeholder (SIGN) instead of the answer. The text after the placeholder and its
@@ -73,9 +73,9 @@ class ChatFormat:
 
         takes_parts  whether contents must be [{"type": "text", "text": ...}], as for many models with image input
         end          the special token after an answer, such as "<|im_end|>", or None
-        closings     the texts that may follow an answer, each up to and including `end`; without `end`, up to the final
-                     white space. The second text follows a user's message that has an end token, because some templates
-                     write this text after an answer that more messages follow
+        closings     the texts that may follow an answer. Each text ends with `end`, or before the final white space if
+                     `end` is None. If the template writes an end token after a user's message, the second text is the
+                     text after this message, because some templates write it after an answer that more messages follow
         """
         self.special = match_longest(self.tokenizer.special)
         _, exchange = read_conversation({"prompt": SIGN, "completion": SIGN})

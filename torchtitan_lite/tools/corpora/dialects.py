@@ -218,7 +218,7 @@ def take_weight(message: dict, number: int) -> bool:
     for name, weight in weights.items():
         if name not in WEIGHTS or weight not in (0, 1):
             raise ValueError(
-                f"message {number}'s {name} is {weight!r:.60}; supported are 0 and 1 for {', '.join(WEIGHTS)}"
+                f"message {number}'s {name} is {weight!r:.60}, but only 0 and 1 for {', '.join(WEIGHTS)} are supported"
             )
         if weight and message["role"] != "assistant":
             raise ValueError(

@@ -56,7 +56,8 @@ def judge_work(lab: Lab, folder: Path) -> int:
         raise UserError(f"{folder} does not exist. Start with: lab {lab.number} start.")
     command = [sys.executable]
     if lab.judge == JUDGE:
-        # Python imports from the folder of the script, so judge.py must be in this folder to import the working copy.
+        # Python imports from the folder of the script, so judge.py imports the working copy if judge.py is in this
+        # folder.
         shutil.copy(lab.folder / JUDGE, folder)
         command.append(JUDGE)
     else:

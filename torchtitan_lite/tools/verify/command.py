@@ -12,7 +12,7 @@ key acts in a trial if a rank observes its effect (witnesses.py).
 
     covered       a trial ran the given value, and the key acted; or the key is off
     not covered   no trial ran the given value, or the key did not act, or the key is set and has no witness
-    replaced      some trials ran another value than the given one, but a different trial covers the key
+    replaced      some trials ran a value that differs from the given value, but a different trial covers the key
 
 A trial returns its configs and the keys that acted. Every key is compared, so this file needs no list of keys.
 """

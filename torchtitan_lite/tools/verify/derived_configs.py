@@ -85,7 +85,7 @@ def deepen(reduction: Reduction) -> Config:
 
 
 def leave_out_compiler(config: Config) -> Config:
-    """Turn compile off. Replace the recompute mode memory_budget, which needs the compiler, with full."""
+    """Turn compile off. Replace the recompute mode memory_budget, which needs the compiler, with `full`."""
     keys: dict[str, object] = {"compile.enable": False}
     if config.activation_checkpoint.mode == "memory_budget":
         keys["activation_checkpoint.mode"] = "full"

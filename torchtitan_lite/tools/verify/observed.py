@@ -24,8 +24,8 @@ class Observed:
     batch: Batch
     result: StepResult
     options: set[str]  # keys that the step has read from the optimizer's parameter groups
-    # Number of profiler events by name: `forward` counts the events outside of backward. Both are empty if the step was
-    # not profiled.
+    # Number of profiler events by name: `forward` counts the events outside of backward. The counters are empty if the
+    # step was not profiled.
     forward: Counter[str]
     backward: Counter[str]
 

@@ -49,7 +49,7 @@ from torchtitan_lite.model.moe import Experts, MoE, Router, list_moes
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 
 SPIKE = 10.0  # size of the spike, in units of the largest norm that training.skip_spikes allows
-STEPS = [  # of each step: ratio of max_norm to the gradient norm, and the value to write into one gradient (0: none)
+STEPS = [  # for each step: ratio of max_norm to the gradient norm, and the value to write into one gradient (0: none)
     (0.5, 0.0),
     (2.0, 0.0),
     (2.0, math.nan),

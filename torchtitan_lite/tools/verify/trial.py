@@ -55,7 +55,7 @@ EXACT = 0.0
 NOISE = 10.0
 N_ROUNDINGS = 5  # random roundings of the weights
 OF_SUMS = ("gradients", "saved tensor")  # measures of sums whose terms may cancel
-BOUNDS = {  # measure -> largest error of a correct layout; listed in the order of a step
+BOUNDS = {  # measure -> largest error of a correct layout; in the order in which a step computes the measures
     "initial weights": EXACT,
     "counted tokens": EXACT,
     "learning rate": 1e-12,

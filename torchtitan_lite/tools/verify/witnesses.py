@@ -197,7 +197,7 @@ def rotates(step: Observed) -> bool | None:
 
 def recomputes(step: Observed) -> bool | None:
     """Return whether backward repeats norms or attention. Without recompute, the compiler repeats only operators that
-    are cheaper than these two."""
+    are cheaper than norms and attention."""
     if step.config.activation_checkpoint.mode == "none":
         return None
     repeated = [name for name in step.backward if "ackward" not in name]
