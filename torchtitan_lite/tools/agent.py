@@ -4,12 +4,12 @@
     start N     FOLDER/*/attempt_N/LOCAL_RANK/    error.json  status, reason and traceback with which the rank ended
                                                   stderr.log  if LOG_RANK hides it
 
-This module adds features that torchrun lacks. It names the rank that failed first on all hosts, and shows only the
-traceback of that rank. The agent forwards only the first of several copies of a signal, and exits with the status of
-that signal.
+This module adds features that torchrun lacks. It finds the first failure on all hosts, names the rank that failed, and
+shows only the traceback of this rank. The agent forwards only the first of several copies of a signal, and exits with
+the status of that signal.
 
-The launcher of a host passes N, the number of the start, to all its ranks. torchrun's own count ignores other hosts
-that fail or join.
+The launcher of a host passes N, the number of the start, to all its ranks. torchrun's own count does not include
+restarts that other hosts cause by failing or joining.
 
 If NNODES is a range, torchrun restarts the ranks of all hosts when a host joins. Before the restart, torchrun ends the
 ranks by SIGTERM. When the first agent notices the new host, the ranks of all hosts stop after the same step. A rank
@@ -285,8 +285,8 @@ def train_rank(args: list[str], folder: Path, spec: RunSpec) -> int:
 
 
 def bind_to_gpu(index: int) -> None:
-    """Bind this process to the CPUs of its GPU's NUMA node. This has no effect on a host with a single NUMA node, which
-    has all CPUs.
+    """Bind this process to the CPUs of its GPU's NUMA node. If the host has a single NUMA node, the binding has no
+    effect, because this node has all CPUs.
 
     torchrun also has an option for this binding, but that option needs the program numactl. This function does nothing
     if the host does not report the CPUs of the node, or does not allow this process to use them. Never run on a GPU.

@@ -4,8 +4,8 @@
     otherwise                                            .venv/bin/python; .venv is created if it does not exist
 
 run_train.sh and tests/run.sh run this program first; `python3 -m torchtitan_lite` calls continue_with_packages(). If
-the running Python lacks the packages, it runs the same command again with .venv's Python, which installs the packages.
-Progress is printed to stderr. Exit status: 0, 1 with the reason, or 128 + the number of a signal.
+the running Python lacks the packages, this function runs the same command again with .venv's Python, which installs the
+packages. Progress is printed to stderr. Exit status: 0, 1 with the reason, or 128 + the number of a signal.
 """
 
 import fcntl

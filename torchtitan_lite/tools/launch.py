@@ -231,7 +231,7 @@ def run_ranks(
     try:
         if n_hosts > 1:
             # The hosts compare unresolved configs, because a host that joins later may resolve the config of the
-            # resumed run to other values.
+            # resumed run to different values than the first hosts.
             config = dict(flatten_table(asdict(read_config(args).config)))
             config["NGPU"] = n_local
             store = join_hosts(config, spec.config.comm.train_timeout_seconds, signals)

@@ -172,7 +172,7 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
 
 
 def find_idle(files: dict[int, dict]) -> dict[int, str]:
-    """Return rank -> a text about the call that the rank has not made.
+    """Return rank -> description of the call that the rank has not made.
 
     These are the ranks that wrote no file, or that wait for no other rank. If all ranks wait, some in a step and some
     between steps, return the smaller group. If all ranks wait in the same phase, find the oldest pending call that some
@@ -216,7 +216,7 @@ def find_idle(files: dict[int, dict]) -> dict[int, str]:
 
 
 def find_unusual_calls(files: dict[int, dict]) -> dict[int, str]:
-    """Return rank -> a text about its call, for the ranks whose call differs from their own calls in earlier steps.
+    """Return rank -> description of its call, for the ranks whose call differs from their own calls in earlier steps.
 
     Returns {} if the calls of all ranks differ from their calls in earlier steps, as in the first step after a
     validation.
@@ -230,7 +230,7 @@ def find_unusual_calls(files: dict[int, dict]) -> dict[int, str]:
 
 
 def find_unsent(files: dict[int, dict]) -> dict[int, str]:
-    """Return rank -> a text, for each rank that has computed a result for which a pipeline neighbor still waits."""
+    """Return rank -> message, for each rank that has computed a result for which a pipeline neighbor still waits."""
     found = {}
     for waiter, file in files.items():
         awaits = file.get("pipeline", {}).get("awaits")
@@ -246,7 +246,7 @@ def find_unsent(files: dict[int, dict]) -> dict[int, str]:
 
 
 def find_odd_calls(files: dict[int, dict]) -> dict[int, str]:
-    """Return rank -> a text, for the ranks whose pending call differs from the most common call of their group.
+    """Return rank -> message, for the ranks whose pending call differs from the most common call of their group.
 
     Only calls with the same sequence number are compared. If no call is more common than all other calls, all ranks
     that wait in calls with this sequence number are returned.

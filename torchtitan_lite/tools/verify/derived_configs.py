@@ -5,8 +5,8 @@
     deep        12 or more         280 tokens, 560 with documents   12 with pp      20
 
 The deep trial finds faults that occur only with many layers, long rows or large counts. This trial has the options of
-the wide trial, except recompute and compile. The other functions change the layout or the compiler of a config. This
-module does not import torch.
+the wide trial, except recompute and compile. The functions after `deepen` change the layout or the compiler of a
+config. This module does not import torch.
 """
 
 from contextlib import suppress

@@ -187,8 +187,8 @@ def judge(
 ) -> Trial:
     """For each measure, return the largest error relative to its bound, and the first fault.
 
-    Faults are sorted by step, measure and name. `modules` gives the order of module names, which is the order of
-    forward. All other names stay in the order in which a rank recorded them. `find_noise` is called only if a sum
+    Faults are sorted by step, measure and name. `modules` lists the module names in the order of forward. Names of
+    parameters and functions stay in the order in which a rank recorded them. `find_noise` is called only if a sum
     exceeds its bound.
     """
     find_noise = cache(find_noise)

@@ -333,7 +333,7 @@ def actions_noted(acted: Acted) -> Iterator[None]:
     """Context manager: note in `acted` which keys act in the steps of this rank.
 
     The second step is profiled: unlike the first step, it uses values that an earlier step computed. A profiled step
-    takes as long as three other steps. The deep trial, which has a single step, is not profiled.
+    takes as long as three steps that are not profiled. The deep trial, which has a single step, is not profiled.
     """
     train_step = stepping.train_step
     n_steps = 0
