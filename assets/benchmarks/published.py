@@ -4,9 +4,9 @@
 
 Most columns of the file are fields of ModelArgs, MoEArgs, Layout and Workload. If the `engine` is deepspeed, steps are
 slower by a fitted factor, and the published memory was read from the driver. If `allocated` is set, the published
-memory is the bytes in use, without the allocator's reserve. Rows with the `evidence` "recalled" are not used. A stack
-is the code base of a trainer; all rows of a stack are left out together. Rows of MoE models have the same weight as all
-other rows.
+memory counts only allocated memory, not all memory that the caching allocator has reserved. Rows with the `evidence`
+"recalled" are not used. A stack is the code base of a trainer. All rows of a stack are held out of a fit together. Rows
+of MoE models have the same weight as all other rows.
 """
 
 import csv
@@ -73,8 +73,8 @@ KERNELS_OF_DEEPEP = 20  # replaces KERNELS_OF_EXPERTS in runs with DeepEP and fu
 SCORE_BYTES = 13
 STREAMS = 4  # number of experts that Transformer Engine multiplies at a time
 # Standard deviation of an expert's load / its mean, if nothing balances the load. A step of Qwen3 235B with ep8 took
-# 6.11 s, and 4.39 s with balanced experts. The load affects 3.0 s of the 4.39 s (prime-rl, docs/performance.md). So
-# the fullest rank has 1.57 times the mean load: 1 + LOAD_SPREAD / sqrt(16 experts) * 1.22.
+# 6.11 s with unbalanced experts, and 4.39 s with balanced experts. 3.0 s of the 4.39 s depend on the load (prime-rl,
+# docs/performance.md). So the largest load is 1.57 times the mean load: 1 + LOAD_SPREAD / sqrt(16 experts) * 1.22.
 LOAD_SPREAD = 1.9
 LEAST_STACKS = 3  # minimum number of stacks for the error bar of a family
 SHARE = 0.8  # an error bar contains this fraction of the rows
@@ -95,8 +95,9 @@ class OtherCluster(Cluster):
     flash2_backward: float = 0.29
     # Matmuls of unfused attention, which writes its scores to memory. Fit.
     unfused_efficiency: float = 0.50
-    # Share of the memory bandwidth that torch's kernels reach when they add rows one by one. 196,608 rows of 2,048 took
-    # 1.85 ms on B200 (torchao PR 4623), and 65,536 rows of 4,096 took 2.3 and 3.0 ms on Hopper (DLBlas PR 66). Fit.
+    # Fraction of the memory bandwidth that torch's kernels reach when they add rows one by one. On B200, 196,608 rows
+    # of 2,048 elements took 1.85 ms (torchao PR 4623). On Hopper, 65,536 rows of 4,096 elements took 2.3 and 3.0 ms
+    # (DLBlas PR 66). Fit.
     adding_efficiency: float = 0.16
 
 
@@ -110,7 +111,7 @@ FLASH2 = {
 
 @dataclass
 class OtherWorkload(Workload):
-    """A step of a different trainer.
+    """A training step of a trainer other than this one.
 
     With the engine torch, DTensor copies all-gathered tensors, and each microbatch of a pipeline has a receive buffer.
     Other engines have one receive buffer per pp rank.
@@ -119,21 +120,21 @@ class OtherWorkload(Workload):
     engine: str = "torch"  # or megatron, deepspeed
     keeps_logits: bool = False  # fp32 logits, log-softmax and gradients of all tokens at once
     sequence_parallel: bool = True
-    # DeepEP: over ep, a token is sent once to each node and rank, and copied there
+    # with DeepEP, a token is sent over ep once to each node and rank, and is then copied to the experts there
     sends_once: bool = False
     overlaps_ep: bool = False  # all-to-alls overlap with a second microbatch
     norms_op_by_op: bool = False  # in fp32
     repeats_keys: bool = False  # attention reads a copy of keys and values for every query head
     gathers_each: bool = False  # each colwise matmul all-gathers its input separately over tp
     whole_logits: bool = False  # every tp rank computes the loss on the full vocabulary
-    bytes_per_logit: float = 0.0  # held by the loss if keeps_logits; 0: three fp32 tensors
-    # Number of kernels that add rows of tokens one by one: scatter_add in forward, and in backward the gradient of a
-    # gather by plain indices
+    bytes_per_logit: float = 0.0  # memory of the loss if keeps_logits; 0 means 12, or 4 if compiled
+    # Number of kernels that add rows of tokens one by one: a scatter_add in forward, and the gradient of an index-based
+    # gather in backward
     adds_rows: int = 0
     adds_rows_back: int = 0
     overlaps_reduction: bool = False  # in a pipeline, reductions overlap with the last backwards
     is_unbalanced: bool = False  # nothing balances the load of the experts
-    pads_experts: bool = False  # each expert is padded to the rows of the fullest expert
+    pads_experts: bool = False  # each expert is padded to the largest number of rows of an expert
     # FSDP reduces once per step. Between microbatches, a rank holds unsharded gradients of its layers.
     sums_whole: bool = False
 
@@ -142,8 +143,8 @@ class OtherWorkload(Workload):
         if self.sums_whole:
             self.n_reductions = 1
         if self.is_unbalanced:
-            # The step waits for the fullest of n ranks, or of n experts. The loads of experts are independent and
-            # normal, and the load of a rank is the sum over its experts.
+            # The step waits for the largest of n loads: of ranks, or of experts if experts are padded. The loads of
+            # experts are independent and normal, and the load of a rank is the sum over its experts.
             n_experts = self.args.moe.n_experts
             n = n_experts if self.pads_experts else self.layout.ep
             spread = LOAD_SPREAD * (n / n_experts) ** 0.5
@@ -158,7 +159,7 @@ class OtherWorkload(Workload):
 
 
 class OtherTime(StepTime):
-    """Estimates the seconds of a step of a different trainer whose layers differ from the layers of this trainer."""
+    """Estimates the step time of a trainer whose layers differ from the layers of this trainer."""
 
     workload: OtherWorkload
     cluster: OtherCluster
@@ -189,10 +190,10 @@ class OtherTime(StepTime):
         return forward, 2 * forward
 
     def elementwise_times(self, kind: LayerKind) -> tuple[float, float]:
-        """Add copies of keys and values, and the norms that each tp rank computes in full without sequence parallel.
+        """Add the time of copying keys and values, and of norms that tp does not split without sequence parallel.
 
         In other trainers, the routing weight multiplies silu(w1 x) * w3 x, and w1 and w3 are one matmul. Therefore the
-        kernels on the rows of experts move the same number of bytes in backward and in forward.
+        kernels that process the rows of experts move as many bytes in backward as in forward.
         """
         w = self.workload
         forward, backward = super().elementwise_times(kind)
@@ -314,8 +315,8 @@ class OtherTime(StepTime):
 
     @property
     def row_bytes(self) -> float:
-        """Bytes per element of a row, with fused kernels for sorting and summing rows, as in other trainers. DeepEP
-        sorts while it sends."""
+        """Return how many bytes the copies of a row move per element. Other trainers sort and sum rows in fused
+        kernels, and DeepEP sorts rows while it sends them."""
         w = self.workload
         n_copies = 7 if w.layout.ep > 1 else 3
         if w.sends_once:
@@ -326,7 +327,7 @@ class OtherTime(StepTime):
 
     @property
     def dispatch_s(self) -> float:
-        """Seconds of small kernels. Transformer Engine launches each expert's matmuls and casts."""
+        """Return the seconds of small kernels. Transformer Engine launches each expert's matmuls and casts."""
         w = self.workload
         n_kernels = KERNELS_OF_DEEPEP if w.sends_once else KERNELS_OF_EXPERTS
         if w.engine == "megatron":
@@ -383,10 +384,12 @@ class OtherMemory(RankMemory):
         return memory._replace(received=memory.received / layout.n_microbatches * layout.pp)
 
     def list_kept(self, kind: LayerKind) -> dict[str, float]:
-        """Add scores of unfused attention, torchtitan's recompute of 2024, and hidden states of all tp ranks.
+        """Add bytes that only other trainers save: scores, the mode "alternate", and unsharded hidden states.
 
-        "alternate" saves 62.1 KiB per token of Llama 8B: the input of the block, and the outputs of wq, wv, attention,
-        w1 and w2 (whole). It saves no outputs of experts.
+        Unfused attention saves its scores. "alternate" is torchtitan's recompute mode of 2024. It saves 62.1 KiB per
+        token of Llama 8B: the input of the block, and the outputs of wq, wv, attention, w1 and w2. The output of w2 is
+        not sharded over tp. No outputs of experts are saved. Without sequence parallel, hidden states are not sharded
+        over tp.
         """
         w = self.workload
         args = w.args
@@ -476,7 +479,7 @@ class Row:
         self.is_allocated = values.get("allocated", False)
 
     def find_cluster(self, constants: dict[str, float]) -> Cluster:
-        """Return the machine of the row, with the constants of a fit."""
+        """Return the cluster on which the run was measured, with the constants of a fit."""
         own = {}
         for name in ("network", "link"):
             if speed := self.values.get(f"{name}_gb_per_s"):
@@ -492,7 +495,8 @@ class Row:
 
     @cached_property
     def idle(self) -> float:
-        """Time of the pipeline divided by its lower bound. This ratio hardly depends on the constants."""
+        """Return the forecast time of the pipeline divided by its lower bound. This ratio hardly depends on the
+        constants."""
         model = OtherTime(self.workload, self.find_cluster({}))
         once_s = model.once_s + model.optimizer_s
         return (model.forecast().step_time_s - once_s) / (model.lower_bound_s - once_s)
@@ -515,7 +519,7 @@ class Row:
 
     @cached_property
     def reserved_per_live(self) -> float:
-        """Ratio of the published reserved bytes to the forecast bytes in use.
+        """Return the published reserved bytes divided by the forecast bytes in use.
 
         If the source publishes the bytes in use, this ratio is the inverse of forecast / published.
         """
@@ -598,7 +602,7 @@ def weigh(rows: Sequence[Row]) -> torch.Tensor:
 
 
 def name_constants(logs: torch.Tensor) -> dict[str, float]:
-    """Return name -> constant for these logarithms, in the order of PRIORS."""
+    """Return name -> constant. `logs` are the logarithms of the constants, in the order of PRIORS."""
     return dict(zip(PRIORS, logs.exp().tolist(), strict=True))
 
 
@@ -611,8 +615,9 @@ def miss_times(rows: list[Row], logs: torch.Tensor) -> torch.Tensor:
 def fit(rows: list[Row]) -> dict[str, float]:
     """Return the constants that minimize the absolute log error of throughput.
 
-    The error is nearly linear in the logarithms of the constants, so each round approximates it by its tangents. Least
-    squares minimize absolute values if each weight is divided by the absolute error of the previous round.
+    The error is nearly linear in the logarithms of the constants, so each round replaces the error by a linear
+    approximation. Weighted least squares, solved several times, then minimize the absolute error: each time, a weight
+    is divided by the last absolute error.
     """
     weights = weigh(rows)
     priors = torch.tensor(list(PRIORS.values()), dtype=DOUBLE).log()
@@ -642,7 +647,7 @@ def fit(rows: list[Row]) -> dict[str, float]:
 
 
 def find_unseen(rows: list[Row]) -> dict[str, list[Unseen]]:
-    """Return key of BARS -> errors of its rows. The error of a row comes from a fit without the row's stack."""
+    """Return key of BARS -> rows, each with the error of its forecast. The fit excludes the row's stack."""
     fits = {}
     groups = defaultdict(list)
     for row in rows:
@@ -736,8 +741,8 @@ def main() -> None:
         widths.append(bar.high**2)
         print(f'"{name}": {bar},')
         held = f"{share_held(bar, pairs):.0%} of its rows"
-        print(f"    holds {held}; bars without their stack hold {share_held_of_others(pairs):.0%}")
-    print(f"median width of the bars, high / low: {median(widths):.2f}")
+        print(f"    contains {held}, or {share_held_of_others(pairs):.0%} if fit to other stacks")
+    print(f"median width of the bars (upper end / lower end): {median(widths):.2f}")
     eager = [error for row, error in groups["TP or PP"] if row.is_eager_tp]
     print(
         f"torch's TP in eager mode, {len(eager)} runs: {min(map(exp, eager)):.2f} to {max(map(exp, eager)):.2f}"

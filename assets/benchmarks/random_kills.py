@@ -103,7 +103,7 @@ def list_ranks(host: Run) -> list[int]:
 
 
 def kill_ranks(name: str, hosts: list[Run], draw: random.Random) -> None:
-    """Kill ranks of one run, and print a row for each."""
+    """Kill ranks of one run, and print a row of the table for each kill."""
     layout = LAYOUTS[name]
     in_restart = [True] * N_IN_RESTART + [False] * (N_KILLS - 2 * N_IN_RESTART)
     draw.shuffle(in_restart)

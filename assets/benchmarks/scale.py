@@ -3,9 +3,9 @@
     python3 -m assets.benchmarks.scale --ranks 256 4096 16384      one line per model, world size and layout
 
 This runs the code of the trainer: plan_save, CheckpointSaver, load_newest. The other ranks are a fake process group.
-Tensors have only shapes, and files have only headers. The first time that a rank's file is opened, it is created with
-the slices that format.py assigns to the rank. So the script measures the bytes of metadata, the number of files, the
-messages and the seconds. It does not read, hash or send the data of tensors.
+Tensors have only shapes, and files have only headers. When a rank's file is opened for the first time, the script
+creates the file with the slices that format.py assigns to the rank. So the script measures the bytes of metadata, the
+number of files, the messages and the seconds. The script does not read, hash or send the data of tensors.
 """
 
 import argparse
@@ -51,14 +51,14 @@ from torchtitan_lite.tools.tables import format_bytes, format_table
 
 CPU = torch.device("cpu")
 LAYOUT = "parallelism."
-MODELS = {  # config -> changed keys of the layout that saves, changed keys of the layout that resumes
+MODELS = {  # config -> layout keys that the saving run changes, layout keys that the resuming run changes
     "llama3_8b": ({}, {"tensor_parallel_degree": 8}),
     "llama3_70b": ({}, {"tensor_parallel_degree": 8, "pipeline_parallel_degree": 4}),
     "llama3_405b": ({}, {"pipeline_parallel_degree": 1}),
     "qwen3_30b_a3b": ({}, {"expert_parallel_degree": 16}),
 }
 STEP = 1000
-# FSDP cannot shard the experts over more ranks. dp_replicate uses the other ranks
+# FSDP cannot shard the experts over more ranks. Larger jobs replicate the model over dp_replicate
 MOST_EXPERT_RANKS = 256
 DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "int64": ("I64", 8)}
 
@@ -88,7 +88,7 @@ def plan(name: str, n_ranks: int, changes: dict[str, int]) -> PlannedRun:
 
 @contextmanager
 def as_rank(planned: PlannedRun, rank: int) -> Iterator[dict[str, Tensor]]:
-    """Context manager: act as one rank of a run. Yields the tensors to save, which have no storage."""
+    """Context manager: act as one rank of a run. Yields the tensors to save, as fake tensors."""
     config = with_value(planned.config, "compile.enable", False)
     with ExitStack() as stack:
         enter = stack.enter_context
@@ -145,7 +145,7 @@ class Stored:
         return path
 
     def open_tensors(self, path: Path) -> SimpleNamespace:
-        """Replace safe_open: read the header, and return slices without storage."""
+        """Replace safe_open: read the header, and return slices that have a shape but no data."""
         self.create_file(path.name)
         self.opened[path.name] += 1
         with open(path, "rb", buffering=0) as file:
@@ -180,7 +180,7 @@ def find_slice(
 
 
 class EmptySlice:
-    """A shape without data, in place of a shard or a stored slice."""
+    """Stands for a shard or a stored slice. It has a shape, but no data."""
 
     def __init__(self, *shape: int):
         self.shape = torch.Size(shape)
@@ -212,7 +212,7 @@ def list_records(planned: PlannedRun) -> dict[str, TensorRecord]:
     tensors = {}
     for stage in range(layout.pp):
         rank = stage * (layout.world_size // layout.pp)
-        # the argument `[rank]` makes the plan of this rank contain all lines of its pipeline stage
+        # with the argument `[rank]`, the plan of this rank contains all manifest lines of its pipeline stage
         with as_rank(planned, rank) as named:
             tensors |= save.plan_save(named, layout.all_degrees, rank, [rank]).records
     return tensors
@@ -274,7 +274,7 @@ def measure_save(
     folder: Path,
     records: dict[str, TensorRecord],
 ) -> Cost:
-    """Save as one rank, and measure the costs. Rank 0 leaves a manifest and checksums in `folder`."""
+    """Save as one rank, and measure the costs. Rank 0 writes a manifest and checksums to `folder`."""
     layout = planned.layout
     mesh = layout.all_degrees
     about = save.describe_run(planned.config, layout.degrees, {})

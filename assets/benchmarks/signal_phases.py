@@ -3,8 +3,9 @@
     launcher    the signal goes to the launcher alone, as from `kill PID`
     group       the signal goes to the launcher, the fork server and the ranks, as from `timeout`, systemd and scancel
 
-Each row has the seconds from the signal to the end, the exit status, the newest checkpoints, the number of processes
-that are left one second later, and all other output. Linux only. Arguments choose phases by name.
+Each row has the seconds from the signal until the launcher ends, the exit status, the two newest checkpoints, the
+number of processes that still run one second later, and how many tracebacks and restarts were printed after the signal.
+Linux only. Arguments choose phases by name.
 """
 
 import os
@@ -108,7 +109,7 @@ PHASES = {
     "packages": Phase(lambda run: run.is_running("tools.environment")),
     "check": Phase(lambda run: run.is_running("torchtitan_lite train")),
     "prepare": Phase(prints("Encoding"), 0.3, ("--training.cache_folder=CACHE",)),
-    "meeting of hosts": Phase(prints("waits for NODE_RANK=1"), hosts="2"),
+    "rendezvous of hosts": Phase(prints("waits for NODE_RANK=1"), hosts="2"),
     "fork server": Phase(lambda run: run.is_running("multiprocessing.forkserver")),
     "fork": Phase(lambda run: run.count_ranks() > 0),
     "0.3 s after fork": Phase(lambda run: run.count_ranks() > 0, 0.3),
@@ -140,7 +141,7 @@ def copy_repository(folder: Path) -> Path:
 
 
 def stop_run(name: str, whom: str, folder: Path) -> list[str]:
-    """Start a run, stop it in the phase, and return a row of the table."""
+    """Start a run, send it a SIGTERM in the phase `name`, and return a row of the table."""
     phase = PHASES[name]
     keys = [key.replace("CACHE", str(folder / "cache")) for key in phase.keys]
     variables = {"NNODES": phase.hosts}

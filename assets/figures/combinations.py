@@ -1,8 +1,8 @@
 """Print which features the layouts of the tests combine: PYTHONPATH=tests:. python3 assets/figures/combinations.py
 
 A cell contains two counts of the rows of tests/layouts.py that use both features: the rows of the default tests, and
-the rows that --all adds. If a cell is empty, no row tests the two features together. test_drawn_layouts.py may draw
-them at random, or features.py does not allow them.
+the rows that --all adds. If a cell is empty, no row tests the two features together. In that case, either
+test_drawn_layouts.py may combine the two features at random, or features.py does not allow the combination.
 """
 
 from layouts import CP, EP, FAST, LAYOUTS, MODE, PP, REPLICATE, SCHEDULE, TP, ZERO, Row

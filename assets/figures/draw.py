@@ -56,7 +56,7 @@ def crop(path: Path, height: int) -> None:
 
 
 def shoot(name: str, body: str, width: int, height: int) -> None:
-    """Write two pictures of a page, with light and with dark colors."""
+    """Render a page to two PNG files, one with light and one with dark colors."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         page.write_text(wrap_page(name, CROPPED + body), encoding="utf-8")

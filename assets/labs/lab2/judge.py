@@ -14,7 +14,7 @@ from torch import nn
 from torchtitan_lite.parallel.gloo_workers import limit_gloo_workers
 
 N_RANKS = 2
-N_VALID = (5, 12)  # rank -> number of its 12 tokens that count
+N_VALID = (5, 12)  # rank -> number of valid tokens among the rank's 12 tokens
 
 
 def build_model() -> nn.Module:
@@ -23,7 +23,7 @@ def build_model() -> nn.Module:
 
 
 def make_batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and targets, both (12,). Only the first N_VALID targets count."""
+    """Return tokens and targets, both (12,). Only the first N_VALID[rank] targets are valid."""
     generator = torch.Generator().manual_seed(1 + rank)
     tokens = torch.randint(32, (12,), generator=generator)
     targets = torch.randint(32, (12,), generator=generator)

@@ -20,7 +20,7 @@ def read_action(text: str) -> Action:
 
 
 def find_fault(order: Order) -> str:
-    """Describe an action that does not run exactly once, or a deadlock. Returns "" if there is neither."""
+    """Return an error text if an action does not run exactly once or the ranks deadlock, else ""."""
     times = Counter(chain(*order))
     last_stage, _, _ = max(times)
     n_microbatches = 1 + max(microbatch for _, _, microbatch in times)
@@ -37,7 +37,7 @@ def find_fault(order: Order) -> str:
 
 
 def judge(n_stages: int, n_microbatches: int) -> str:
-    """Describe the first fault of the schedule. Returns "" if it has none."""
+    """Return an error text for the first fault of the schedule, or "" if the schedule is correct."""
     rows = [[read_action(text) for text in row] for row in write_rows(n_stages, n_microbatches)]
     if fault := find_fault(rows):
         return f"the schedule {fault}"
