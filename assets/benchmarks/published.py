@@ -190,10 +190,11 @@ class OtherTime(StepTime):
         return forward, 2 * forward
 
     def elementwise_times(self, kind: LayerKind) -> tuple[float, float]:
-        """Add the time of copying keys and values, and of norms that tp does not split without sequence parallel.
+        """Add the time to copy keys and values, and the time of norms that are not sharded over tp.
 
-        In other trainers, the routing weight multiplies silu(w1 x) * w3 x, and w1 and w3 are one matmul. Therefore the
-        kernels that process the rows of experts move as many bytes in backward as in forward.
+        Without sequence parallel, each tp rank computes whole norms. In other trainers, the routing weight multiplies
+        silu(w1 x) * w3 x, and w1 and w3 are one matmul. Therefore the kernels that process the rows of experts move as
+        many bytes in backward as in forward.
         """
         w = self.workload
         forward, backward = super().elementwise_times(kind)
@@ -315,8 +316,8 @@ class OtherTime(StepTime):
 
     @property
     def row_bytes(self) -> float:
-        """Return how many bytes the copies of a row move per element. Other trainers sort and sum rows in fused
-        kernels, and DeepEP sorts rows while it sends them."""
+        """Return how many bytes all copies of a row move, per element of the row. Other trainers sort and sum rows in
+        fused kernels, and DeepEP sorts rows while it sends them."""
         w = self.workload
         n_copies = 7 if w.layout.ep > 1 else 3
         if w.sends_once:
@@ -362,7 +363,7 @@ class OtherTime(StepTime):
 
 
 class OtherMemory(RankMemory):
-    """Estimates the peak memory of a different trainer whose layers or buffers differ from this trainer's."""
+    """Estimates the peak memory of a trainer whose layers or buffers differ from this trainer's."""
 
     workload: OtherWorkload
 
@@ -384,7 +385,7 @@ class OtherMemory(RankMemory):
         return memory._replace(received=memory.received / layout.n_microbatches * layout.pp)
 
     def list_kept(self, kind: LayerKind) -> dict[str, float]:
-        """Add bytes that only other trainers save: scores, the mode "alternate", and unsharded hidden states.
+        """Add bytes that only other trainers save: attention scores, "alternate", and unsharded hidden states.
 
         Unfused attention saves its scores. "alternate" is torchtitan's recompute mode of 2024. It saves 62.1 KiB per
         token of Llama 8B: the input of the block, and the outputs of wq, wv, attention, w1 and w2. The output of w2 is
@@ -616,8 +617,8 @@ def fit(rows: list[Row]) -> dict[str, float]:
     """Return the constants that minimize the absolute log error of throughput.
 
     The error is nearly linear in the logarithms of the constants, so each round replaces the error by a linear
-    approximation. Weighted least squares, solved several times, then minimize the absolute error: each time, a weight
-    is divided by the last absolute error.
+    approximation. Weighted least squares, solved several times, then minimize the absolute error: each time, the
+    weights are divided by the absolute errors of the previous solution.
     """
     weights = weigh(rows)
     priors = torch.tensor(list(PRIORS.values()), dtype=DOUBLE).log()
@@ -647,7 +648,8 @@ def fit(rows: list[Row]) -> dict[str, float]:
 
 
 def find_unseen(rows: list[Row]) -> dict[str, list[Unseen]]:
-    """Return key of BARS -> rows, each with the error of its forecast. The fit excludes the row's stack."""
+    """Return key of BARS -> rows, each with the error of its forecast. The constants come from a fit without the row's
+    stack."""
     fits = {}
     groups = defaultdict(list)
     for row in rows:
