@@ -71,7 +71,7 @@ def list_state(run: build.Run) -> dict[str, Tensor]:
 
 
 def copy_state(run: build.Run) -> dict[str, Tensor]:
-    """Return copies of this rank's shards in `list_state`."""
+    """Copy the tensors that `list_state` returns, as this rank's local shards."""
     return {name: compare.local(tensor).clone() for name, tensor in list_state(run).items()}
 
 
@@ -89,7 +89,7 @@ def make_saver(
     run: build.Run | None = None,
     fingerprint: dict = FINGERPRINT,
 ) -> CheckpointSaver:
-    """Return the saver of a run, or of ranks that all have the same tensors."""
+    """Return a saver for `run`. If `run` is None, return a saver for ranks that all hold the same tensors."""
     list_tensors = run.name_tensors if run else dict
     mesh = run.layout.all_degrees if run else {**ONE_RANK, "dp_shard": dist.get_world_size()}
     about = describe_run(run.config, {}, {}) if run else {}
@@ -142,7 +142,7 @@ def write_tensors(
     fingerprint: dict | None = None,
     run: dict | None = None,
 ) -> Path:
-    """Write a checkpoint of these tensors in one process. The name of `folder` has the step."""
+    """Write a checkpoint of these tensors in one process. The name of `folder` contains the step."""
     plan = plan_save(tensors, ONE_RANK, 0)
     create_unfinished(folder)
     hashes = write_slices(folder, plan)
@@ -195,8 +195,8 @@ def limit_files(n_bytes: int) -> Iterator[None]:
 def load_shards(
     rank: int, world_size: int, overrides: dict, source: str
 ) -> tuple[dict[str, Tensor], int]:
-    """Worker: load the weights of a Hugging Face folder. Return the weights, and the peak bytes besides the shards of
-    this rank."""
+    """Worker: load the weights of a Hugging Face folder. Return the weights, and the peak bytes excluding this rank's
+    shards."""
     run = compare.build_table_run(world_size, overrides)
     own = [compare.local(tensor) for tensor in run.saved.values()]
     with torch.no_grad():
@@ -210,7 +210,7 @@ def load_shards(
 
 
 def assemble(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint, as safetensors, the headers of its files and its manifest describe them.
+    """Assemble all tensors of a checkpoint from its safetensors files, their headers and the manifest.
 
     Raises AssertionError if an element is stored twice or never.
     """

@@ -45,7 +45,8 @@ def make_batch(
 
 
 def complete(overrides: dict[str, object], world_size: int) -> Config:
-    """Return the table config with these keys. By default dp_shard takes the remaining ranks, without accumulation."""
+    """Return the table config with these keys. By default, dp_shard takes the remaining ranks, and a step has no
+    gradient accumulation."""
     config = override(TABLE_CONFIG, overrides)
     degrees = plan_degrees(config.parallelism, world_size)
     keys = {"parallelism.data_parallel_shard_degree": degrees["dp_shard"]}

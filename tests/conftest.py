@@ -1,4 +1,4 @@
-"""Define fixtures of many tests: one thread, signals, one pool of ranks, the output of a tool."""
+"""Define the fixtures that many tests share: one thread, signals, one pool of ranks, the output of a tool."""
 
 import json
 import signal
@@ -49,8 +49,8 @@ def pool():
 def run_training(pool):
     """Return a function that runs train.py on ranks of the pool, checks the status, and returns what rank 0 prints.
 
-    `stop_at`: number of the step, counted from this start, before which SIGTERM arrives. 0: train to the end.
-    `inside`: a context manager of every rank, which can be pickled.
+    `stop_at`: send SIGTERM before step number `stop_at` of this start (1 is the first). 0: train to the end.
+    `inside`: a context manager for every rank. It must be possible to pickle it.
     """
 
     def run(

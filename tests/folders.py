@@ -29,6 +29,7 @@ def list_files(folder: Path) -> set[str]:
 
 
 def copy_repository(folder: Path) -> None:
-    """Copy the files of the repository, except tests and what runs and builds leave there."""
+    """Copy the files of the repository, without the tests and without files that earlier runs or builds have
+    created."""
     ignore = shutil.ignore_patterns(*LEFT_OUT)
     shutil.copytree(REPOSITORY, folder, ignore=ignore, dirs_exist_ok=True)

@@ -1,6 +1,6 @@
 """Forks: the rows and files that a user adds for a change. test_forks.py runs the tools on each of them.
 
-A fork has rows for tables and new files. Each row is inserted below the line that opens its table. A single checkout
+A fork consists of table rows and new files. Each row is inserted below the line that opens its table. A single checkout
 contains all forks, because no row depends on a row of a different fork.
 """
 
@@ -16,11 +16,12 @@ from torchtitan_lite import REPOSITORY
 
 @dataclass(frozen=True)
 class Fork:
-    keys: tuple[str, ...]  # of a run that uses it
+    keys: tuple[str, ...]  # config keys of a run that uses the fork
     # lines of: file of the package | start of a line in this file | row below this line
     rows: str = ""
     files: dict[str, str] = field(default_factory=dict)  # path -> text
-    patch: str = ""  # a file of this repository, applied before the rows
+    # path of a patch in this repository, which is applied before the rows are inserted
+    patch: str = ""
 
 
 def write_forks(folder: Path) -> None:
@@ -504,7 +505,7 @@ arguments that the trainer does not give | Write a class | **options | lr
 
 
 def fill_in(text: str) -> str:
-    """Replace the words of a table by their code."""
+    """Replace placeholder words in a table with the code that they stand for."""
     for word in "PARAMETER READS TWICE OF_ONE FAILS GAINED NUMBERS SUM LATE KEEPS".split():
         text = text.replace(word, globals()[word])
     return text

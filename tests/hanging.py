@@ -32,7 +32,7 @@ ACTS = {
 
 
 def hang_at(place: str, number: int, act: Callable) -> None:
-    """Replace the function at `place`, so that `act` is called before the function's call number `number`."""
+    """Wrap the function at `place`: before its call number `number`, call `act`."""
     original = pkgutil.resolve_name(place)
     calls = count(1)
 

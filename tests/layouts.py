@@ -1,7 +1,8 @@
-"""The layout table: each row is compared with one process, parameter by parameter.
+"""Define the layout table. Tests compare each layout with a run in one process, parameter by parameter.
 
-Tolerances are relative. In fp32 every row stays below 1e-6; the bound is 1e-5. Only the order of additions differs:
-parts of the batch are summed over ranks and microbatches, and partial products over tp.
+Tolerances are relative. In fp32 every row stays below 1e-6; the bound is 1e-5. A layout and one process differ only in
+the order of additions, because a layout sums parts of the batch over ranks and microbatches, and partial products over
+tp.
 """
 
 import json
@@ -39,7 +40,7 @@ ADAMW = {
 # for rows with many ranks, because each layer takes seconds on two cores
 TWO_LAYERS = {"model.n_layers": 2}
 TIED = {"flavor.tie_embeddings": True}
-# 2 of 8 experts a token
+# each token uses 2 of 8 experts
 MOE = {
     "model.flavor": "debug_moe",
     "flavor.expert_ffn_dim": 48,
@@ -52,7 +53,7 @@ GROUPS = {  # some stages have no parameter of the first group
         ParameterGroup("*.w[123]*", lr=0.5, weight_decay=2.0),
     ]
 }
-WINDOWS = {  # in every second layer; rows have 32 tokens
+WINDOWS = {  # a window in every second layer; sequences have 32 tokens
     "flavor.sliding_window": 5,
     "flavor.layer_types": LAYER_TYPES,
 }
@@ -70,7 +71,8 @@ class Row(NamedTuple):
 
 
 def read_keys(words: str, names: Mapping[str, Any]) -> dict[str, object]:
-    """Read words: a key with its value, or the name of a dict of keys in `names`."""
+    """Return the keys that the words set. A word is KEY=VALUE, or a name in `names`, which stands for a key or for a
+    dict of keys."""
     keys = {}
     for word in words.split():
         key, _, value = word.partition("=")
@@ -135,7 +137,7 @@ def add_schedules(rows: dict[str, Row], name: str, schedules, keys: dict, world_
         rows[f"{name}{schedule}"] = Row(world_size, own)
 
 
-# Each axis alone, and rows that together contain all pairs of axes.
+# Each axis has a row without other axes. Further rows together contain all pairs of axes.
 FAST = read_rows("""
 one rank | 1
 dp2 | 2
@@ -220,7 +222,8 @@ pp2, shared experts | 2 | PP=2 SHARED
 for name, row in EXPERT_LAYOUTS.items():
     FAST[f"experts, {name}"] = Row(row.world_size, {**MOE, **row.overrides})
 
-# Slow rows: every schedule on four stages, and three axes. test_drawn_layouts.py draws the remaining combinations.
+# Slow rows. Among them are every schedule on four stages, and combinations of three axes. test_drawn_layouts.py draws
+# the remaining combinations.
 CROSSES = read_rows("""
 experts, dp2 x tp2, ep4 | 4 | MOE TP=2 EP=4
 dp2 x tp2 | 4 | TP=2 TWO_LAYERS

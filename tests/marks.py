@@ -9,7 +9,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def read_lines(text: str) -> list[list[str]]:
-    """Read a table: a row in each line, with bars between its columns. A comment begins with two spaces and #."""
+    """Read a table with one row per line and bars between the columns. A comment begins with two spaces and #."""
     rows = []
     for line in text.strip("\n").splitlines():
         columns = line.partition("  #")[0].split("|")

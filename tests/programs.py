@@ -35,7 +35,8 @@ def find_port() -> str:
 
 
 class Stubs:
-    """A folder with programs that replace others. They append a line to `calls_file` for each call."""
+    """A folder of stub programs, which replace real programs of the same names. A stub appends a line to `calls_file`
+    for each call."""
 
     def __init__(self, root: Path, calls_file: Path):
         self.root = root

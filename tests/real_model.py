@@ -2,7 +2,7 @@
 
 The model has width 576, 30 layers, 9 heads, 3 key/value heads, a tied embedding and a vocabulary of 49,152. The package
 has quantized weights, so the model is a little worse than the original. But every reader of the folder gets the same
-numbers.
+weights.
 """
 
 import json

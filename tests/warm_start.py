@@ -136,7 +136,7 @@ def kill_last_rank(process: subprocess.Popen, *, after_step: int) -> None:
 
 
 def list_ranks(launcher: subprocess.Popen) -> list[int]:
-    """Return the pids of the ranks, in their order. A process that the launcher started has forked them."""
+    """Return the pids of the ranks, in their order. The launcher starts a fork server, which forks the ranks."""
     return [rank for child in list_children(launcher.pid) for rank in list_children(child)]
 
 

@@ -27,7 +27,7 @@ class Watch(TorchDispatchMode):
         if any(
             issubclass(one, Tensor) and one not in (Tensor, torch.nn.Parameter) for one in types
         ):
-            # the argument is a DTensor, which next calls operators on local tensors
+            # the argument is a DTensor, which then calls the operators on its local tensors
             return NotImplemented
         if func in IMPLEMENTATIONS:
             with self:

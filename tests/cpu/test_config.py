@@ -1,5 +1,5 @@
-"""Reading a config: precedence of sources, every kind of mistake, TOML written and read again, torchtitan's own
-files."""
+"""Test how a config is read: precedence of the sources, every kind of mistake, a round trip through TOML, and
+torchtitan's own files."""
 
 import ast
 from dataclasses import replace
@@ -29,7 +29,8 @@ from torchtitan_lite.notices import WITHOUT_EFFECT, WITHOUT_RESUME, describe_idl
 
 
 def find_range(kind: object) -> Range | None:
-    """Return the bounds in the type of a key, Annotated[int, Range] or a list of it, or None if it has none."""
+    """Return the bounds in the type of a key, or None if the type has no bounds. Bounds are in Annotated[int, Range],
+    or in a list of this type."""
     ranges = [part for part in get_args(kind) if isinstance(part, Range)]
     ranges += filter(None, map(find_range, get_args(kind)))
     return next(iter(ranges), None)
@@ -159,8 +160,8 @@ def test_every_number_has_limits(text):
 
 
 def test_a_text_that_is_not_utf_8_is_refused(monkeypatch):
-    """Python makes such a text from a Latin-1 byte on the command line. The text could not be written to
-    config.toml."""
+    """If the command line contains a Latin-1 byte, Python replaces the byte by a surrogate. A text with a surrogate
+    could not be written to config.toml."""
     monkeypatch.setenv("FOLDER", "caf\udce9")
     for key in ("job.dump_folder", "job.description", "checkpoint.folder", "job.config_file"):
         assert read_one_problem([f"--{key}=caf\udce9"]).key == key
@@ -188,7 +189,8 @@ NOTED = """
 
 
 def test_every_key_has_its_rule_for_a_run_that_continues():
-    """A new key needs a rule. A key without `resume` must not change the training."""
+    """Each new key needs a rule for resuming. Keys without a `resume` rule may change freely, so they must not affect
+    the training."""
     rules = dict.fromkeys(REFUSED.split(), "refuse") | dict.fromkeys(NOTED.split(), "note")
     assert rules.keys() <= KEYS.keys()
     for key in KEYS:
@@ -243,7 +245,7 @@ def test_shipped_configs_read_without_a_problem_and_survive_the_way_through_toml
     assert replace(again, job=replace(again.job, config_file=config.job.config_file)) == config
 
 
-# --- mistakes in files; test_check.py has mistakes on the command line ---
+# --- mistakes in files; test_check.py tests mistakes on the command line ---
 
 
 # TOML | key of the problem | word of the remedy
@@ -380,7 +382,8 @@ def test_every_key_is_read_by_some_code():
 
 # --- keys without effect ---
 
-OTHER = {int: 7, float: 0.125, list: ["other"]}  # type of a default -> a different value
+# type of a default -> a value that is not the default
+OTHER = {int: 7, float: 0.125, list: ["other"]}
 
 
 def with_another_value(config: Config, key: str) -> Config:

@@ -46,13 +46,13 @@ def list_rows(batch: Batch) -> list[tuple[list[int], ...]]:
     return list(zip(*(getattr(batch, name).tolist() for name in FIELDS), strict=True))
 
 
-# ---------------------------------------------------------------- the promise, on random corpora
+# ---------------------------------------------------------------- batches of random corpora equal a reference
 
 
 @dataclass(frozen=True)
 class Case:
-    """Some corpora on disk, and their documents. All tokens have different ids, so the id of a token determines its
-    position."""
+    """Corpora on disk, with the documents that they contain. All tokens have different ids, so the id of a token
+    determines its position."""
 
     folders: list[Path]
     documents: list[list[list[int]]]  # of each corpus
@@ -76,8 +76,8 @@ def cut_corpus(documents: list[list[int]], n: int, *, restart: bool):
     """Return the rows of one corpus. The last row is padded with a document of zeros."""
     tokens = []
     targets = []
-    places = []  # of the tokens in their documents
-    numbers = []  # of the documents
+    places = []  # position of each token in its document
+    numbers = []  # document number of each token
     for number, document in enumerate([*documents, [0] * n]):
         tokens += document
         targets += [X, *document[1:]]
@@ -284,8 +284,9 @@ def test_draws_of_a_rare_source_go_through_its_epochs():
     for at in range(len(own) - 7):
         n_different.append(len(set(own[at : at + 7])))
     first = n_different.index(7)
-    assert first < 7  # an epoch begins at one of seven places
+    assert first < 7  # the first epoch boundary is at one of the first seven draws
     assert set(n_different[first::7]) == {7}
-    for step in (0, 777, 19_999):  # a draw does not depend on the other requested draws
+    # a draw gives the same sample, whichever other draws are requested
+    for step in (0, 777, 19_999):
         draws = torch.arange(step, step + 3)
         assert sampler.choose(start + draws).equal(samples[draws])

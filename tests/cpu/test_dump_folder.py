@@ -166,7 +166,8 @@ training.cache_folder | file/cache | training.cache_folder
 def test_a_folder_that_cannot_be_read_or_hold_files_is_refused(
     key, path, refused, tmp_path, monkeypatch
 ):
-    """Root can use every folder, so a stub of os.access forbids to read any, and allows everything else."""
+    """For root, os.access allows everything, so a stub denies read access to every folder, and allows all other
+    access."""
     monkeypatch.chdir(tmp_path)
     Path("there").mkdir()
     Path("file").touch()
@@ -212,7 +213,7 @@ RESUME, REFUSED, ANEW = "resume", "refused", "anew"
 # Files of the earlier run | arguments of this run | what happens | if refused: arguments that would resume the run,
 # which the message must name.
 # `saved` and `saved in ck` have a checkpoint; `killed` had none yet; `never saved` had checkpoint.enable = false.
-# `lost`: config.toml is gone. `records`: nothing is left but metrics.jsonl.
+# `lost`: config.toml is gone. `records`: the folder contains only metrics.jsonl.
 EARLIER = f"""
 nothing                |                                       | {ANEW}    |
 nothing                | {ON}                                  | {ANEW}    |

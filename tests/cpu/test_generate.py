@@ -1,4 +1,4 @@
-"""Generation compared with transformers: logits with a cache, the limits of sampling, greedy tokens."""
+"""Compare generation with transformers: logits with a KV cache, temperature, top-k, top-p, and greedy tokens."""
 
 from argparse import Namespace
 
@@ -18,7 +18,7 @@ PLAIN = FLAVORS["Llama 3"]
 
 
 def sampling(temperature: float, top_k: int = 0, top_p: float = 1.0) -> Namespace:
-    """Return the options of `generate` for choosing a token."""
+    """Return the sampling options of `generate`."""
     return Namespace(temperature=temperature, top_k=top_k, top_p=top_p)
 
 

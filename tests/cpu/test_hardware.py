@@ -1,4 +1,5 @@
-"""Facts about this machine: GPUs visible under CUDA_VISIBLE_DEVICES, memory limits, and peak FLOP/s by device name."""
+"""Test what is detected about a machine: visible GPUs under CUDA_VISIBLE_DEVICES, memory limits, peak FLOP/s by device
+name."""
 
 import os
 import resource

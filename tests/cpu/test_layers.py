@@ -12,7 +12,8 @@ from programs import run_python
 from torchtitan_lite import REPOSITORY
 
 # Prefix of a module's name -> layer of the module; the longest prefix that matches counts. A module may import from
-# lower layers and from its own row. Two rows in the same layer never import each other.
+# lower layers, and from modules under the same prefix. Modules under different prefixes of the same layer never import
+# each other.
 FLOORS = {
     prefix: int(layer)
     for prefix, layer in read_lines("""
@@ -77,7 +78,8 @@ TREES = {name_module(path): ast.parse(path.read_text(encoding="utf-8")) for path
 
 
 def list_imports(tree: ast.AST) -> set[str]:
-    """Return the full names of the modules that a file imports: `from package import module` is the module."""
+    """Return the full names of the modules that a file imports. For `from package import module`, the name is
+    package.module."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

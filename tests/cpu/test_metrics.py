@@ -1,4 +1,4 @@
-"""The numbers of a run: how they are measured and computed, the console line, metrics.jsonl and TensorBoard."""
+"""Test the metrics of a run: how they are measured and computed, the console line, metrics.jsonl and TensorBoard."""
 
 import logging
 from pathlib import Path
@@ -65,7 +65,7 @@ def list_steps(folder: Path) -> list[int]:
 
 @pytest.fixture
 def list_logged(caplog, monkeypatch):
-    """Return a function that lists the console lines, or the lines of a different level. The terminal is wide."""
+    """Return a function that lists the log lines of a level (INFO by default). The terminal is 200 columns wide."""
     monkeypatch.setenv("COLUMNS", "200")
     caplog.set_level(logging.INFO, "torchtitan_lite")
 
@@ -78,7 +78,8 @@ def list_logged(caplog, monkeypatch):
 # -- what is written
 
 # By hand: 8,030 M parameters without embedding and norms are 7,505 M. 6 * 7.505e9 + 12 * 32 * 4096 * 8192 = 45.03e9 +
-# 12.885e9 = 57.91 GFLOP per token; * 5,762 / 989e12 = 33.74 %. Without the masked half: 51.47 GFLOP.
+# 12.885e9 = 57.91 GFLOP per token; * 5,762 / 989e12 = 33.74 %. If the masked half of attention is not counted, a token
+# takes 51.47 GFLOP.
 LINES = """
 step   10/2000  loss 6.12346  grad_norm 1.2346  1:23:45 left  5,762 tok/s/rank  MFU 33.7%  lr 8.00e-04  1.5 GiB  1.42 s
 step   10/2000  loss 6.12346  grad_norm 1.2346  1:23:45 left  5,762 tok/s/rank  lr 8.00e-04  1.5 GiB  1.42 s

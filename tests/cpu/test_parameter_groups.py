@@ -165,7 +165,8 @@ layers.1.experts.w1 | 3 48 24 | 0.02 0.1
 layers.1.router.weight | 8 48 | 0.02 0.1
 output.weight | 7 5 | 0.02 0.1
 """
-MAX_NORMS = [10.0, 1000.0, 0.0, 20.0]  # the gradient norm is about 115, and 0 never clips
+# the gradient norm is about 115; a max_norm of 0 disables clipping
+MAX_NORMS = [10.0, 1000.0, 0.0, 20.0]
 
 
 class RoundedAdamW(torch.optim.AdamW):
@@ -193,7 +194,7 @@ Muon in bfloat16 | {"name": "Muon"} | bfloat16 | Muon | 1e-2
 
 
 def build_oracles(kind: type, groups: dict[str, dict]) -> list[torch.optim.Optimizer]:
-    """Build torch's optimizers: one, or Muon for the hidden matrices and AdamW for the rest."""
+    """Build torch's optimizers. For Muon, these are Muon for the hidden matrices and AdamW for all other parameters."""
     if kind is torch.optim.SGD:
         return [kind(groups.values())]
     hidden = []

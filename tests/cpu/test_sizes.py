@@ -1,4 +1,4 @@
-"""Tables of models and rows of choices.py: sizes equal the published ones and torch's counts, every name has code."""
+"""Test the model tables and choices.py: sizes equal published sizes and torch's counts, and every name has code."""
 
 from dataclasses import replace
 
@@ -22,7 +22,8 @@ from torchtitan_lite.models.llama3.modules import Llama3
 from torchtitan_lite.models.llama3.table import FLAVORS
 from torchtitan_lite.models.registry import MODELS
 
-# Parameters in the published checkpoints of Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B, Mixtral v0.1, Qwen3.
+# Number of parameters in the published checkpoints of Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B, Mixtral v0.1,
+# Qwen3.
 PUBLISHED_PARAMETERS = """
 debug 1,328,256
 auto 1,328,256
@@ -81,7 +82,7 @@ def test_flops_are_three_times_what_torch_counts_in_forward(flavor):
     with torch.device("meta"):
         model = Llama3(args)
         tokens = torch.zeros(1, seq_len, dtype=torch.int64)
-        # Attention by plain matmuls: torch's counter knows them all, whichever attention kernel this machine has.
+        # The math backend computes attention by matmuls, whose FLOPs torch counts on every machine.
         with (
             torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
             FlopCounterMode(display=False) as counter,
@@ -109,7 +110,7 @@ def test_rows_and_code_name_the_same_choices():
 
 @pytest.fixture
 def add_row(monkeypatch):
-    """Return a function that adds a row to the block of llama3."""
+    """Return a function that adds a module row to the table of a llama3 block."""
 
     def add(row: ModuleRow) -> None:
         llama = MODELS["llama3"]
@@ -125,7 +126,7 @@ def make_norm(n_features: int, tp_style: str = "sequence") -> ModuleRow:
     return ModuleRow("ffn_scale", "norm", (n_features,), tp_style, init_mean=1.0)
 
 
-# of all heads; each head has 32
+# 128 features in all heads together; each head has 32
 OLMO_NORM = ModuleRow("attention.q_norm", "norm", (128,), "heads", init_mean=1.0)
 TP = "parallelism.tensor_parallel_degree"
 ROWS = [  # row, tp, key of the problem

@@ -48,7 +48,8 @@ STATE = {"optimizer.norm.weight.step": torch.tensor(9.0)}
 
 @pytest.fixture(autouse=True)
 def working_folder(tmp_path, monkeypatch):
-    """Write weights and a tokenizer to hf/, and checkpoints step-9, trained with mine/, and step-12, with other/."""
+    """Write weights and a tokenizer to hf/, and two checkpoints. step-9 was trained with the tokenizer in mine/, and
+    step-12 with the one in other/."""
     monkeypatch.chdir(tmp_path)
     write_hugging_face("hf", ARGS)
     for number, folder in enumerate(("hf", "mine", "other", "assets/tokenizer")):

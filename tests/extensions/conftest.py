@@ -1,4 +1,4 @@
-"""Define a fixture of the tests of Hugging Face folders."""
+"""Define a fixture for tests that read or write Hugging Face folders."""
 
 from functools import cache
 from pathlib import Path

@@ -37,7 +37,7 @@ TOKENS = torch.randint(128, (2, 200), generator=torch.Generator().manual_seed(3)
 TARGETS = TOKENS.roll(-1, 1)
 TARGETS[0, :100] = IGNORE_INDEX
 POSITIONS = torch.arange(200).expand(2, -1)
-LARGEST_ERROR = 5e-6  # of a logit; logits are about 4
+LARGEST_ERROR = 5e-6  # largest error of a logit; the logits are about 4
 SIZES = {
     "vocab_size": 128,
     "hidden_size": 64,

@@ -151,7 +151,7 @@ def name_families(words: str) -> list[str]:
     return list(list_families()) if words == "all" else words.split()
 
 
-CASES = []  # the first family of each row by default, and all families as they are
+CASES = []  # By default, test each row with its first family. Rows without changes are tested with all families.
 for words, *row in read_table(ACCEPTED):
     for number, name in enumerate(name_families(words)):
         CASES.append((name, *row) if number == 0 or row[1:] == [{}, {}] else slow(name, *row))

@@ -85,7 +85,7 @@ def name_last_file(folder: Path) -> None:
     edit_json(folder / INDEX, weight_map=weight_map | {EMBEDDING: max(weight_map.values())})
 
 
-WRONG_FILES = {  # action, named; found when the folder is opened, before torch
+WRONG_FILES = {  # how the folder is damaged, words of the error. Found before torch is imported.
     "an index that names the wrong file": (
         name_last_file,
         f"but {INDEX} names model-0000",
@@ -139,7 +139,7 @@ WRONG_FILES = {  # action, named; found when the folder is opened, before torch
 }
 
 
-# file | its new content; without one, it is deleted | named
+# file | its new content (if empty, the file is deleted) | words of the error
 WRONG_JSON = f"""
 config.json | | config.json
 config.json | {{ | config.json

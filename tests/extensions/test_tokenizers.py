@@ -1,4 +1,5 @@
-"""Tokenizers: Llama 3's file is compared with tiktoken set up by hand, tokenizer.json with Hugging Face's library."""
+"""Test tokenizers: compare Llama 3's file with tiktoken set up by hand, and tokenizer.json with Hugging Face's
+library."""
 
 import base64
 import json
@@ -228,12 +229,14 @@ def add_tokens(kind: str, case: str) -> dict:
 @each_row("case", ADDED_TOKENS)
 @each_row("kind", ["Qwen", "Llama 3"])
 def test_added_tokens_are_found_where_the_package_finds_them(kind, case, tmp_path, monkeypatch):
-    if case == "special ones":  # special tokens that begin another stay with tiktoken
+    # tiktoken can handle special tokens that are prefixes of other special tokens
+    if case == "special ones":
         monkeypatch.setitem(sys.modules, "tokenizers", None)
     compare(tmp_path, add_tokens(kind, case), [*TEXTS, *draw_texts(TRICKY)])
 
 
-# change of a trained BPE that sends it to the package: merges to append, or others | ignore_merges
+# change to a trained BPE, after which it is read by the package tokenizers, not by tiktoken: merges that are appended,
+# or a different change | ignore_merges
 MERGES = """
 crossed | false   # a word that other merges take apart
 crossed | true    # the same, looked up whole
@@ -289,7 +292,7 @@ def test_a_sentencepiece_tokenizer_gives_the_packages_ids_and_knows_begin_end_an
     assert ends[ids.index(ours.eos_id)] == len("ab</s>")
 
 
-LEADING = {  # post-processor -> number of tokens before a text
+LEADING = {  # post-processor -> number of tokens that it adds before a text
     "a template": (BEFORE_S, 1),
     "none before": (processors.TemplateProcessing(single="$A </s>", special_tokens=[E]), 0),
     "two": (processors.TemplateProcessing(single="</s> <s> $A", special_tokens=[S, E]), 2),
@@ -318,8 +321,9 @@ def test_a_text_begins_as_the_package_begins_it_or_its_tokens_are_named(case, tm
         assert bos is None or n_leading
 
 
-# where a published folder names a token | the token | the files beside tokenizer.json. "<q>", id 273, is not special in
-# tokenizer.json, as an added token or in the vocabulary. The tokens of added_tokens_decoder are special.
+# where a published folder names a token | the token | the files beside tokenizer.json. "<q>" (id 273) is in
+# tokenizer.json, either as an added token or in the vocabulary, but tokenizer.json does not mark it as special. The
+# tokens of added_tokens_decoder are special.
 NAMED_TOKENS = r"""
 the map of special tokens | </s> | {"special_tokens_map": {"eos_token": {"content": "</s>"}}}
 both files | </s> | {"special_tokens_map": {"eos_token": "<s>"}, "tokenizer_config": {"eos_token": "</s>"}}

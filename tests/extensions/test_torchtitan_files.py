@@ -18,7 +18,7 @@ llama3_8b | 8B c4 1 8192 1000 3e-4 200 1 selective op false | 1
 llama3_70b | 70B c4 8 8192 1000 1.5e-4 200 8 full op false | 32
 llama3_405b | 405B c4 2 8192 3000 8e-5 600 8 full op true | 16
 """
-# v0.2.1 has the files of v0.2.2; base_config of its tests is debug_model
+# The config files of v0.2.1 and v0.2.2 are identical. base_config in the tests of torchtitan equals debug_model.
 VERSIONS = "v0.1.0 v0.2.0 v0.2.2".split()
 
 COMMON = """

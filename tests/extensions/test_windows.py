@@ -1,6 +1,6 @@
-"""Windows, sinks and documents equal a float64 softmax with a mask: in training, the cache, flex attention, FLOPs.
+"""Compare windows, sinks and documents with a float64 softmax under a mask: training, KV cache, flex attention, FLOPs.
 
-test_data.py has the positions of packed documents.
+test_data.py tests the positions of packed documents.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from torchtitan_lite.tools.kv_cache import CachedModel
 
 ARGS = replace(resolve_model(TABLE_CONFIG.model), n_layers=3)
 SEQ_LEN = 150
-# As on a context-parallel rank: some of the queries, and all keys, but not in the order of the sequence.
+# A context-parallel rank has some of the queries and all keys. The keys are not in the order of the sequence.
 QUERIES = torch.cat((torch.arange(20, 60), torch.arange(100, SEQ_LEN)))
 KEYS = torch.arange(SEQ_LEN).roll(-100)
 CASES = [  # window, layer types, sinks
@@ -99,7 +99,8 @@ def make_inputs(model_args: ModelArgs, inner: nn.Module):
 @each_row("documents", [False, True])
 @each_row("case", CASES)
 def test_attention_is_a_softmax_over_the_window_and_the_sink(case, documents, monkeypatch):
-    """Compare outputs and gradients, and for documents also outputs of flex attention."""
+    """Compare outputs and gradients with the float64 softmax. With documents, compare the outputs of flex attention
+    too."""
     model_args = make_case(*case)
     doc_ids = make_documents()
     attention = "document" if documents else "causal"
@@ -128,7 +129,7 @@ def take_part(query, key, value):
 
 
 def attend_by_flex(patches, model_args, layer, heads, sinks, doc_ids) -> torch.Tensor:
-    # lse on a CPU: eager only
+    # on a CPU, only eager flex attention returns the lse
     patches.setattr(document_attention, "compile_once", lambda function: function)
     patches.setattr(document_attention, "create_mask", create_block_mask)
     blocks = plan_mask(doc_ids, QUERIES, KEYS, model_args.find_window(layer))
@@ -205,7 +206,7 @@ def test_flops_count_the_pairs_of_each_layer(case):
     for layer in range(model_args.n_layers):
         sees = list_sees(model_args, layer, None)
         n_keys = sees.sum(-1).max().item()
-        # the difference: 12*L*H*E*S / 2 does not count half of the diagonal
+        # subtract half of the diagonal, because 12*L*H*E*S / 2 does not count it
         n_pairs += sees.sum().item() - n_keys / 2
         full -= n_keys
     assert full == 0

@@ -20,7 +20,7 @@ def apply_mutant(name: str) -> AbstractContextManager:
 
 
 def try_mutant(name: str, pool, folder: Path) -> Trial:
-    """Run the trial that must notice a mutant, on ranks that all have it."""
+    """Run the trial that must notice a mutant. All ranks have the mutant."""
     mutant = MUTANTS[name]
     run_ranks = compare.ranks_inside(pool, partial(apply_mutant, name))
     trials = list_trials(compare.reduce_row(mutant.row), run_ranks, folder)

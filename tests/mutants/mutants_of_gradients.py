@@ -1,4 +1,5 @@
-"""Mutants that the wide trial of `verify` finds: in norm, loss, gradients, pieces, positions and masks."""
+"""Mutants that the wide trial of `verify` finds: errors in the gradient norm, loss, gradients, hidden states,
+context-parallel pieces and document masks."""
 
 import torch
 from mutant_table import mutant

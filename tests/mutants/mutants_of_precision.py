@@ -24,7 +24,7 @@ def gradients_reduced_in_bfloat16(apply, part, mesh, expert_mesh, section, layou
     "one rank", "rotary angles", "layers.0", at=(fsdp, "MixedPrecisionPolicy"), trial="bfloat16"
 )
 def rotary_angles_cast_to_bfloat16(make_policy, **options):
-    """By default FSDP casts all inputs of a block, also the cosines and sines of the positions."""
+    """By default, FSDP casts all inputs of a block, including the cosines and sines of the positions."""
     return make_policy(**{**options, "cast_forward_inputs": True})
 
 
@@ -42,8 +42,8 @@ def microbatches_accumulated_in_bfloat16():
     trial="bfloat16",
 )
 def weight_halves_added_in_bfloat16_under_tp(accumulate, part):
-    """torch adds gradients of weight halves in the compute dtype. Under tp, a comparison with one rank cannot find this
-    bug."""
+    """If backward is split into an input half and a weight half, torch accumulates weight gradients in the compute
+    dtype. Under tp, a comparison with one rank cannot find this bug."""
 
 
 # ---------------------------------------------------------------- float8

@@ -47,7 +47,7 @@ def positions_wrap_at_32768(original, run, batch):
 
 @mutant("dp2", "counted tokens", "count_global_tokens", at=(step, "shard_for_cp"))
 def odd_rows_lose_a_token(original, run, batch):
-    """Rows are cut to an even length even with one cp rank, so odd rows lose a token."""
+    """Sequences of odd length lose a token, because they are cut to an even length although cp is 1."""
     n_kept = batch.tokens.shape[1] // 2 * 2
     return batch.map(lambda field: field[:, :n_kept])
 

@@ -36,7 +36,8 @@ def data_begins_anew_after_a_resume(original, *args, steps, device):
 
 @in_saved_tensor("pp2 1F1B", name="model.layers.1.attention.wo.weight", at=(resuming, "set_step"))
 def only_rank_0_resumes_its_schedule(original, lr_scheduler, step):
-    """Only rank 0 resumes the learning rate, which it logs. All other ranks begin the warm-up again."""
+    """Only rank 0 restores its learning rate. All other ranks begin the warm-up again. The log shows only the learning
+    rate of rank 0."""
     if dist.get_rank() == 0:
         original(lr_scheduler, step)
 
@@ -72,8 +73,8 @@ def schedule_shifted_by_a_resume(original, lr_scheduler, step):
 @in_saved_tensor("experts, dp2, ep2", name="model.layers.0.feed_forward.experts.w2")
 @contextmanager
 def experts_saved_in_another_order():
-    """Experts are saved and loaded in an order that depends on ep. This order is correct only if a resumed run has the
-    same ep."""
+    """Experts are saved and loaded in an order that depends on ep. This order is correct only if the run that loads has
+    the same ep as the run that saved."""
     plan_save, load_newest = saving.plan_save, resuming.load_newest
 
     def save_rolled(named, *layout):

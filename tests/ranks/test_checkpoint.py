@@ -71,7 +71,8 @@ odd sizes and an empty slice on tp2 | 2 | TP=2 training.global_batch_size=6 mode
 """,
     globals(),
 )
-# Fewer key/value heads than tp ranks: one process opens the checkpoint of each layout, and the reverse.
+# Layouts with fewer key/value heads than tp ranks. One process opens the checkpoint of each layout, and each layout
+# opens a checkpoint of one process.
 SHARED_HEADS = read_rows(
     """
 Qwen3, tp4 | 4 | TP=4 model.n_kv_heads=2 HEAD_NORMS ADAMW
@@ -230,7 +231,8 @@ class LateStager(DefaultStager):
 
 
 def train_with_late_copies(rank: int, world_size: int, keys: list[str]) -> dict[str, list[str]]:
-    """Worker: train four steps. Return path of a checkpoint or snapshot -> what has changed before it was copied."""
+    """Worker: train four steps. Return a dict: path of a checkpoint or snapshot -> names of the tensors that changed
+    before they were copied."""
     save, wait = AsynchronousSaver.save, AsynchronousSaver.wait
     expected: dict[AsynchronousSaver, tuple[Path, dict]] = {}
     changed = {}

@@ -71,7 +71,7 @@ def load(path: Path) -> dict[str, torch.Tensor]:
 
 
 def check_in_parts(path: Path) -> None:
-    """Let each of two ranks check its part of the hashes, as on many ranks."""
+    """Check the hashes as two ranks would: each rank checks its own part."""
     for rank in range(2):
         loading.OpenCheckpoint(path, rank, 2)
 

@@ -109,7 +109,7 @@ def test_what_a_death_leaves_is_no_checkpoint_and_the_next_save_removes_it(
 def watch_loading(
     rank: int, world_size: int, path: str, n_tensors: int, shape: tuple[int, int]
 ) -> int:
-    """Worker: load this rank's columns of every tensor. Return the peak bytes without the shards themselves."""
+    """Worker: load this rank's columns of every tensor. Return the peak bytes excluding the shards."""
     mesh = init_device_mesh("cpu", (world_size,))
     tensors = {
         f"model.{n}": distribute_tensor(torch.ones(shape), mesh, [Shard(1)], src_data_rank=None)

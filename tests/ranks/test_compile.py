@@ -97,10 +97,10 @@ def test_a_second_run_finds_what_the_first_has_compiled(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "compiled"]
 
 
-# --- what must be there ---
+# --- the programs that compilation needs ---
 
 
-# device | what is there | the variable CXX | what is missing
+# device | installed programs and headers | the variable CXX | what the problem says is missing
 COMPILERS = """
 cpu | g++ Python.h | |
 cpu | mine Python.h | mine |

@@ -74,7 +74,7 @@ def test_all_ranks_do_equal_attention_work_and_no_work_is_done_twice(pool, n_ran
     assert (n_pairs.amax(0) <= 1.05 * n_pairs.amin(0)).all()
 
 
-# ---------------------------------------------------------------- kernels of GPUs (of CPUs: test_layouts.py)
+# ---------------------------------------------------------------- attention kernels on a GPU (test_layouts.py: CPU)
 
 
 def run_kernels(

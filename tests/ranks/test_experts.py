@@ -1,4 +1,4 @@
-"""Mixtures of experts: the results in one process, the counts of tokens, the updates of the bias, the log."""
+"""Test MoE layers: results in one process, token counts, updates of the expert bias, log."""
 
 import copy
 from types import SimpleNamespace
@@ -69,7 +69,8 @@ def compute_plainly(moe: MoE, x: Tensor) -> Tensor:
 def test_an_moe_layer_and_its_gradients_are_those_of_the_formula(sizes):
     moe = make_moe(**sizes)
     x = torch.randn(2, 5, 16, requires_grad=True)
-    moe.router.expert_bias[3] = 0.4  # changes the choice of experts, not their weights
+    # a bias changes which experts are chosen, but not the routing weights
+    moe.router.expert_bias[3] = 0.4
     results = []
     for output in (moe(x), compute_plainly(moe, x)):
         gradients = torch.autograd.grad(output.square().sum(), [x, *moe.parameters()])

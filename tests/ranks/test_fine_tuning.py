@@ -1,7 +1,7 @@
 """A run fine-tunes the model of a Hugging Face folder and exports it. transformers then generates the same text as this
 project.
 
-test_hugging_face.py has the logits of exports.
+test_hugging_face.py tests the logits of exports.
 """
 
 import shutil

@@ -1,6 +1,7 @@
-"""Float8: results equal torchao's bit by bit; weights are gathered as float8; which layers compute in float8.
+"""Test float8: results are bitwise identical to torchao's, weights are gathered as float8, and the right layers compute
+in float8.
 
-test_layouts.py tests gradients of layouts, and test_check.py refused configs."""
+test_layouts.py tests gradients of layouts, and test_check.py tests refused configs."""
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -58,7 +59,8 @@ def test_output_and_gradients_have_the_bits_of_torchaos(recipe_name, dtype, emul
     )
     torch.manual_seed(0)
     weight = 0.02 * torch.randn(96, 64)
-    weight[:, 5] *= 4096  # with a single scale for the whole tensor, all other numbers lose bits
+    # with one scale for the whole tensor, the numbers in all other columns lose bits
+    weight[:, 5] *= 4096
     weight = weight.to(dtype)
     x = torch.randn(32, 64)
     dy = torch.randn(32, 96).to(dtype) / 1e4

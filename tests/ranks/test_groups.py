@@ -121,7 +121,7 @@ def test_no_two_threads_use_one_group_and_every_group_has_a_time_out_of_comm(
 
 
 def test_a_restarted_rank_does_not_see_that_nccl_failed_before():
-    """NCCL's threads read the key without any prefix. torchrun's store has it after the restart too."""
+    """NCCL's threads read the key without any prefix. torchrun's store keeps the key after a restart."""
     of_torchrun = dist.TCPStore("127.0.0.1", 0, is_master=True)
     of_torchrun.set(process_groups.NCCL_FAILED, b"rank")
     environment = warm_start.make_environment(0, 1, port=of_torchrun.port)
@@ -188,8 +188,8 @@ def test_a_torch_without_the_option_is_named(caplog):
 
 @each_row("offload, pp, is_bound", [(False, 1, True), (False, 2, False), (True, 1, False)])
 def test_groups_of_offload_are_not_split_from_the_default_group(offload, pp, is_bound):
-    """If a group is split from the default group, its gloo part gets two workers. DeviceMesh splits a group in this way
-    if the default group has a device."""
+    """If a group is split from the default group, its gloo backend gets two workers. DeviceMesh splits groups from the
+    default group if the default group is bound to a device."""
     keys = {"training.enable_cpu_offload": offload, "parallelism.pipeline_parallel_degree": pp}
     config = override(Config(), keys)
     place = process_groups.Place(0, 1, 0, range(1), 0)

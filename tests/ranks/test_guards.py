@@ -24,7 +24,8 @@ def test_a_large_initial_weight_is_copied_to_its_end():
 
 
 def count_wrong_norms(rank: int, world_size: int) -> list[float]:
-    """Worker: run a step in bfloat16. Return the share of each norm's outputs that differ from float32."""
+    """Worker: run a step in bfloat16. For each norm, return the fraction of outputs that differ from a norm in
+    float32."""
     run = compare.build_table_run(world_size, {TP: 2, "training.mixed_precision_param": "bfloat16"})
     shares = []
 

@@ -1,4 +1,4 @@
-"""The central tests: every layout computes what the single-device model does, and refused layouts really fail."""
+"""Test every layout: it computes the same as the single-device model. Layouts that `check` refuses really fail."""
 
 from functools import partial
 from unittest.mock import patch
@@ -26,8 +26,8 @@ from torchtitan_lite.tools.verify.plain import STEPS
 from torchtitan_lite.tools.verify.trial import make_trial, try_precision
 
 ROUNDED = {"bfloat16": BFLOAT16_LAYOUTS, "float8": FLOAT8_LAYOUTS}
-# Rows of the default tests. Together with the certificate in test_verify.py, which has bfloat16 on dp2, they test the
-# parts of the other rows.
+# Rows that are tested by default. Together with the certificate in test_verify.py (bfloat16 on dp2), they cover every
+# feature of the slow rows.
 FAST_ROUNDED = read_lines("""
 bfloat16 | dp2 x tp2 many chunks
 bfloat16 | pp2
@@ -57,7 +57,7 @@ def test_layout_rounds_in_the_same_places_as_one_rank(pool, tmp_path, precision,
     assert try_precision(precision, reduction, pool.run, tmp_path).faults == {}
 
 
-# By default, these rows and "pp2 tied, Muon" test all parts of the other rows.
+# By default, only these rows and "pp2 tied, Muon" run. Together they cover every feature of the slow rows.
 FAST_MUON = (
     "dp3, odd sizes and an empty slice",
     "experts whose matrices FSDP cuts",

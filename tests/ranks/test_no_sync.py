@@ -1,8 +1,8 @@
 """No operation in a step makes the host wait for the device: it reads no number, and no shape depends on data.
 
 A host that waits cannot queue the next kernels, so the device then waits for the host. On a CPU nothing waits, but the
-same operators are called, and a dispatch mode sees them: below DTensor, in backward, in collectives, in the optimizer.
-The mode cannot see copies between devices. In the last test, CUDA itself reports them.
+step calls the same operators. A dispatch mode sees these operators below DTensor, in backward, in collectives and in
+the optimizer. It does not see copies between devices. In the last test, CUDA itself reports such copies.
 """
 
 from unittest.mock import patch
@@ -23,7 +23,7 @@ from torchtitan_lite.config.model import resolve_model
 from torchtitan_lite.parallel import expert_parallel
 from torchtitan_lite.parallel.mesh import build_mesh
 
-# Operators that read a number, or whose number of results depends on the data.
+# Operators that copy a number to the host, or whose output shape depends on the data.
 WAITING = (
     "_local_scalar_dense is_nonzero equal allclose nonzero masked_select unique_dim _unique _unique2 "
     "unique_consecutive unique_dim_consecutive bincount histc repeat_interleave.Tensor _assert_async"

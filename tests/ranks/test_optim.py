@@ -1,4 +1,5 @@
-"""Learning-rate schedules, and optimizers on sharded parameters, which must equal torch's on full parameters."""
+"""Test learning-rate schedules and optimizers. Optimizers on sharded parameters must equal torch's on full
+parameters."""
 
 import json
 from types import SimpleNamespace
@@ -44,8 +45,8 @@ def test_learning_rate_warms_up_stays_and_decays(keys, first, rates):
         assert learning_rate_factor(section, step) == pytest.approx(float(rate), rel=1e-5)
 
 
-# training.steps | [lr_scheduler] | step of the checkpoint that the run resumes from | first step whose rate is 0,
-# counted from 1, unless it is the last step | highest rate in percent of the peak
+# training.steps | [lr_scheduler] | step of the checkpoint that the run resumes from | first step before the last one
+# whose rate is 0, or null (the first step has number 1) | highest rate in percent of the peak
 UNUSUAL = """
 200 | {"total_steps": 200} | 0 | null | 100
 200 | {"total_steps": 100} | 0 | 101 | 100
@@ -114,14 +115,15 @@ def test_updates_of_bfloat16_weights_are_right_on_average(gradient):
     for _ in range(100):
         weight.grad = torch.full_like(weight, -gradient)
         optimizer.step()
-    # The weight grows or decays by the learning rate. Below 1, neighboring numbers are half as far apart.
+    # Each step adds the learning rate to the weight, or decays the weight by this rate. The spacing of bfloat16
+    # numbers below 1 is half of the spacing above 1.
     expected = 1 + (2 * gradient - 1) * 100 * rate
     assert weight.detach().float().mean() == pytest.approx(expected, abs=5e-4)
     assert len(weight.unique()) > 2
 
 
 def measure_large_gradient(rank: int, world_size: int, n_numbers: int) -> float:
-    """Worker: measure the norm of a gradient over all ranks. Return the result divided by the true norm."""
+    """Worker: measure the norm of a gradient over all ranks. Return the measured norm divided by the true norm."""
     own = torch.randn(n_numbers // world_size, generator=torch.Generator().manual_seed(rank))
     true = own.double().square().sum()
     dist.all_reduce(true)

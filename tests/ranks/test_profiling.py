@@ -1,4 +1,5 @@
-"""Profiling: places and contents of traces and memory snapshots. test_report.py has traces of a run on ranks."""
+"""Test profiling: paths and contents of traces and memory snapshots. test_report.py tests traces of a run on several
+ranks."""
 
 from pathlib import Path
 
@@ -55,7 +56,7 @@ BOTH = Profiling(
 
 @pytest.fixture
 def recording(monkeypatch):
-    """Replace CUDA's recording of allocations by a stub. Return the list of its calls."""
+    """Replace CUDA's recording of allocations with a stub. Return the list of the stub's calls."""
     asked = []
     memory = torch.cuda.memory
     monkeypatch.setattr(memory, "_record_memory_history", lambda **options: asked.append(options))

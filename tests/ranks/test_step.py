@@ -71,7 +71,8 @@ def test_a_loss_that_is_not_finite_or_a_spike_changes_nothing_on_any_rank(pool, 
     assert pool.run(meet_bad_steps, *BAD_STEPS[name]) == [expected] * 2
 
 
-# norms of successive steps, some repeated | skipped steps, first-last. The limit: 3 * median of 32 norms
+# norms of successive steps, some repeated | skipped steps, first-last. The limit is 3 times the median of the last 32
+# norms.
 NORMS_AND_SKIPPED = """
 1*15 9 1 3.1 nan 2.9 2*20 5     | 17           # no limit yet for the 16th norm; at the end, most norms are 2
 1*40 3 3.001                    | 41           # three times the median exactly
@@ -107,8 +108,8 @@ SPIKES = """
 """
 
 
-# step, steps skipped so far, accepted level: after the first ten steps, the records have each skipped step, the next
-# applied one, and the last step
+# step, steps skipped so far, accepted level. After step 10, there is a record for each skipped step, for the applied
+# step after it, and for the last step.
 SKIPPED = [
     (15, 1, 1),
     (16, 1, None),
@@ -172,8 +173,8 @@ def break_many_steps(
         broken_rank = chosen.randrange(world_size)
         kind = chosen.choice(list(BREAKS))
         factor = chosen.choice([math.nan, math.inf])
-        # Modules that no trial breaks. The whole model and the list of layers compute nothing. If modules share an
-        # input, the diagnosis names the first one. Token ids have no gradient.
+        # Some modules are never broken. The whole model and the list of layers have no computation of their own. If
+        # modules share an input, the diagnosis of a gradient names the first module. Token ids have no gradient.
         left_out = ("", "layers")
         if kind == "gradient":
             left_out += ("tok_embeddings", "wk", "wv", "w3")
@@ -220,7 +221,8 @@ def test_the_rank_and_the_module_that_made_the_first_nan_are_named(pool, name):
 
 
 def break_a_weight(rank: int, world_size: int, kind: str) -> str:
-    """Worker: put a NaN into a weight of rank 1, as from a bad checkpoint or broken memory, or into its gradient."""
+    """Worker: put a NaN into a weight of rank 1 (as a bad checkpoint or broken memory would), or into the weight's
+    gradient."""
     run = compare.build_table_run(world_size, {TP: 2})
     batch = compare.read_rows(run)
     stepping.compute_gradients(run, batch)

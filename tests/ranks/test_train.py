@@ -45,7 +45,7 @@ RANKS, LAYOUT = 2, "--training.local_batch_size=6"
 
 @pytest.fixture(scope="module")
 def unbroken(run_training, letters, tmp_path_factory) -> tuple[Path, list[str]]:
-    """Train without interruption, in the workers of the pool. Return the dump folder, and the keys of the data."""
+    """Train without interruption, in the workers of the pool. Return the dump folder and the config keys of the run."""
     folder = tmp_path_factory.mktemp("train with spaces")
     keys = [*KEYS, *letters, LAYOUT]
     run_training(folder, keys, RANKS)
@@ -55,7 +55,7 @@ def unbroken(run_training, letters, tmp_path_factory) -> tuple[Path, list[str]]:
 def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal_to_the_unbroken_one(
     unbroken, tmp_path
 ):
-    # a restart does not start over
+    # after a restart, --job.overwrite deletes nothing
     keys = [*unbroken[1], "--job.overwrite", "--checkpoint.last_save_in_hf"]
     process = launch(tmp_path / "killed", tmp_path, *keys, n_ranks=RANKS, MAX_RESTARTS="2")
     kill_last_rank(process, after_step=11)
@@ -97,7 +97,7 @@ def test_a_run_resumed_on_other_ranks_has_the_losses_of_the_unbroken_one(
 
 
 def test_a_second_run_says_that_the_first_has_finished_and_changes_nothing(run_training, unbroken):
-    """The second run starts by ./run_train.sh, and by train.py alone, as torchrun starts it."""
+    """The second run is started twice: by ./run_train.sh, and by train.py alone, as torchrun starts it."""
     folder, keys = unbroken
     (folder / "checkpoint" / f"step-{STEPS}-hf").mkdir()
     before = describe_tree(folder)
@@ -270,7 +270,8 @@ def test_new_moments_begin_once_however_often_the_command_is_started(
             run_training(tmp_path, keys, RANKS, n_steps)
     n_updates = STEPS - 8
     assert read_adam_step(tmp_path) == n_updates
-    # A new folder is a new run, so its first start begins with new moments, unless it continues with the old ones.
+    # A new dump folder is a new run, so its first start begins with new moments, unless it loads the moments of a
+    # checkpoint.
     path = tmp_path / "checkpoint" / f"step-{STEPS}"
     keys += [
         f"--checkpoint.initial_load_path={path}",

@@ -21,7 +21,8 @@ def test_a_resumed_run_makes_no_state_for_a_frozen_parameter():
     assert [*optimizer.state] == [trained]
 
 
-FROZEN = ("tok_embeddings.", "layers.0.", "layers.1.")  # with pp2, the whole first stage
+# with pp2, these are all parameters of the first stage
+FROZEN = ("tok_embeddings.", "layers.0.", "layers.1.")
 
 
 class Frozen(Llama3):

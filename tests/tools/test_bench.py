@@ -49,7 +49,7 @@ def test_a_ratio_compares_the_turns_of_one_round(monkeypatch, capsys):
     monkeypatch.setattr(bench, "measure_rounds", lambda *_: rounds)
     assert bench.main(ONCE, TINY_CONFIG) == 0
     printed = capsys.readouterr().out
-    # 2 rows of 16 tokens take the loop 2 s
+    # the bare loop takes 2 s for 2 rows of 16 tokens
     row = "bare_loop           16 tokens/s   0.700 CPU s/step  trainer / bare_loop 0.500 (0.500 - 2.000)"
     assert row in printed.splitlines()
 

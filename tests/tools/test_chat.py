@@ -41,8 +41,8 @@ MULTI = TALKS["multi"]
 HEAD = "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
 TAIL = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 CHATML = "{{ date_string }}" + HEAD + "{{ message.content + '<|im_end|>\n' }}" + TAIL
-# template -> targets of "single", "multi" and "calls". None: the targets are the texts between the marks. A string: why
-# it is refused.
+# template -> targets of "single", "multi" and "calls". If the value is None, the targets are the texts between the
+# template's generation marks. If it is a string, the row is refused for this reason.
 TEMPLATES = {
     "plain": (
         CHATML,
@@ -246,7 +246,7 @@ def test_an_answer_ends_with_a_special_token_of_the_tokenizer_however_it_is_spel
 
 
 LAST = "loop.last and message.role == 'assistant'"
-# what a template writes of a message -> targets of the answers "\n4" and "5", which follow each other
+# how a template writes a message -> targets of the two consecutive answers "\n4" and "5"
 IN_A_ROW = {
     "{% if LAST %}<think>{% endif %}CONTENT<|im_end|>": ["\n4<|im_end|>", "<think>5<|im_end|>"],
     "CONTENT{{ eos_token if LAST else '<|im_end|>' }}": ["\n4<|im_end|>", "5<|end_of_text|>"],
@@ -301,7 +301,7 @@ def test_a_conversation_of_empty_answers_is_refused_in_these_words(make_folder):
 
 
 def test_weights_choose_among_the_answers_that_a_template_marks(make_folder):
-    """test_dialects.py has weights and --only-last-turn without marks."""
+    """test_dialects.py tests weights and --only-last-turn for templates without generation marks."""
     folder = make_folder(TEMPLATES["marks on their own line"][0])
     first, last = encode(folder, MULTI)[2]
     assert encode(folder, MULTI, only_last_turn=True)[2] == [last]
@@ -317,7 +317,7 @@ def test_weights_choose_among_the_answers_that_a_template_marks(make_folder):
 
 @pytest.fixture
 def prepare(run_tool, tmp_path) -> Callable[..., str]:
-    """Return a function: rows, options of prepare, status -> what it prints."""
+    """Return a function that runs `prepare --chat` on rows, checks the exit status, and returns what it prints."""
 
     def run(rows: list, *arguments: object, status: int = 0) -> str:
         file = tmp_path / "in.jsonl"
@@ -333,7 +333,7 @@ def prepare(run_tool, tmp_path) -> Callable[..., str]:
 EXCHANGE = read_json("TALK")
 
 
-# reason => what the template writes of a message
+# reason of the refusal => how the template writes a message
 UNCERTAIN = r"""
 message 2 cannot be found.*"weight": 0; --only-last-turn => {{ '<think>' if loop.last }}{{ message.content }}
 leaves out message 2's content => {{ message.content | length }}{{ '\n' }}

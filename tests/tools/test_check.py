@@ -424,7 +424,7 @@ ANSWERS = f"""
 --config llama3_70b --gpus 8 --gpu a100-80          |                | | model.flavor
 ASYNC --gpus 2                                      | CC=none        | | 2
 ASYNC                                               | NGPU=2         | | parallelism.enable_async_tensor_parallel
-"""  # compilers here do not matter for GPUs elsewhere; each host of 119 GiB holds half of the shards
+"""  # A run on other GPUs needs no compiler on this host. Two hosts of 119 GiB each hold half of the shards.
 
 
 @each_row("args, variables, machine, answer", ANSWERS)

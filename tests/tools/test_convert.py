@@ -74,7 +74,7 @@ def test_one_file_is_in_memory(tmp_path, monkeypatch, run):
     with PeakMemory() as converting:
         run(tmp_path / "step-7", tmp_path / "hf")
     total = (tmp_path / "step-7" / "rank-00000.safetensors").stat().st_size
-    # tensors, a transposed copy, and the file that is mapped
+    # the peak contains tensors, a transposed copy, and the pages of the mapped file
     assert converting.peak_bytes <= 400_000 < total / 8
 
 

@@ -258,7 +258,8 @@ def test_rows_are_read_from_every_form_that_people_have(name, prepare_here):
     assert list_texts(Path("out"), "train") == ROWS
 
 
-# arguments | PYTHONUNBUFFERED | exit status if the output pipe is closed. It may depend on the size of a buffer
+# arguments | PYTHONUNBUFFERED | exit status if the output pipe is closed. The status may depend on the size of a
+# buffer.
 CLOSED = """
 prepare a.jsonl --out out --tokenizer bytes --processes 1 | | 0
 prepare a.jsonl --out out --tokenizer bytes --processes 1 --json | 1 | 0
@@ -378,7 +379,7 @@ def test_a_manifest_in_a_different_format_is_refused(manifest, tmp_path):
 
 
 def list_problems(*args: str | Path) -> Problems:
-    """Return the problems with the corpora of a run on these corpora, with these flags."""
+    """Return the problems that `check` finds with these corpora. `args` are paths of corpora, then flags."""
     names = [str(arg) for arg in args if not str(arg).startswith("--")]
     flags = args[len(names) :]
     config = read_config([f"--training.dataset={','.join(names)}", *flags]).config

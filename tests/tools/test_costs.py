@@ -47,7 +47,7 @@ KEYS = {
     "SHARED_ONE": {"flavor.n_shared_experts": 1},
     "SOME_LAYERS": {"flavor.moe_every": 2, "model.n_layers": 4},
 }
-# By default, every axis, ZeRO stage, recompute mode and attention, and three schedules with 1F1B.
+# The default rows contain every axis, ZeRO stage, recompute mode and attention, and three schedules including 1F1B.
 LAYOUTS = read_rows(
     """
 dp2 x tp2, one key/value head | 4 | TP=2 BATCH=4 MODE=selective ONE_HEAD HEAD_NORMS
@@ -119,17 +119,19 @@ def assert_equal_traffic(predicted: dict[object, Moved], counted: dict[object, M
 
 @each_row("name", LAYOUTS, fast=FAST)
 def test_traffic_of_the_closed_form_is_that_of_a_dry_run(name):
-    """Compare calls and bytes of each operation over each axis, on the first and the last pp rank, in bf16."""
+    """Compare the closed form with a dry run: calls and bytes of each operation over each axis, on the first and the
+    last pp rank, in bf16."""
     planned = read(name, **{DTYPE: "bfloat16"})
     peaks = []
     for pp_rank in {0, planned.layout.pp - 1}:
         run = dry_run(planned, pp_rank)
         assert_equal_traffic(estimate_traffic(planned.workload, pp_rank), run.traffic)
-        # A tiny model also holds its batch, angles and ids.
+        # The closed form leaves out the batch, rotary angles and ids, which are large relative to a tiny model.
         live_bytes = RankMemory(planned.workload).estimate(pp_rank).live
         assert live_bytes == pytest.approx(run.peak_bytes, rel=0.25)
         peaks.append(run.peak_bytes)
-    if planned.layout.pp <= 2:  # `check`'s bound must be below some rank's peak
+    # the lower bound of `check` must be below the peak of at least one rank
+    if planned.layout.pp <= 2:
         gpu = Machine("cuda", 8, 2**40, "a GPU")
         run = planned.config, planned.model_args, planned.layout.world_size
         assert bound_memory(*run, gpu, n_hosts=1).state_bytes < max(peaks)
@@ -231,7 +233,7 @@ experts, pp2 x tp2, ep2 | 4 | PP=2 TP=2 EP=2 EXPERTS HEAD_NORMS
 """)
 
 
-# These rows are slow. The other rows and the dry runs above test all parts of these rows.
+# These rows are slow. The default rows and the dry runs above cover every feature of them.
 HELD = ("pp2 x tp2", "dp2 x tp2", "hsdp2x2, float8", "experts, dp2 x tp2, ep4")
 
 

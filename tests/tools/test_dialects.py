@@ -1,4 +1,4 @@
-"""Rows of published data sets: ids equal to transformers', targets, fields that are not used, and refusals."""
+"""Test rows of published data sets: ids equal transformers', targets, unused fields, and refused rows."""
 
 import json
 import re
@@ -273,7 +273,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def encode(folder) -> Callable[..., Document]:
-    """Return a function: row, further settings -> document."""
+    """Return a function that encodes a row of a data set, with further settings of `prepare`."""
 
     def encode(row: dict, **settings: object) -> Document:
         in_file = Row(Path("in.jsonl"), 1, json.dumps(row).encode(), "")

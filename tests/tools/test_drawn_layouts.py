@@ -2,7 +2,7 @@
 
 Each draw merges the keys of four rows. If the config is refused or needs more ranks, keys are drawn again.
 `tests/run.sh --all` tries six.
-`LAYOUTS=60 SEED=1 pytest -m slow tests/tools/test_drawn_layouts.py` tries 60, and `ONLY=7,40` only numbers 7 and 40.
+`LAYOUTS=60 SEED=1 pytest -m slow tests/tools/test_drawn_layouts.py` tries 60. ONLY=7,40 tries only layouts 7 and 40.
 """
 
 import os
@@ -21,7 +21,8 @@ from torchtitan_lite.tools.verify.reduction import Reduction
 N_LAYOUTS, SEED = int(os.environ.get("LAYOUTS", 6)), int(os.environ.get("SEED", 0))
 ONLY = [int(n) for n in os.environ.get("ONLY", "").split(",") if n]
 
-# keys that no row of layouts.py has; top_k=1: with a weight of 1, a router would have gradients of rounding errors only
+# Keys that no row of layouts.py has. With top_k=1 and normalized weights, each routing weight would be 1, so the
+# gradients of the router would consist of rounding errors.
 MORE = read_rows("""
 12 rows | 1 | training.global_batch_size=96
 sizes that 3 divides | 1 | training.seq_len=480 model.n_heads=24 model.n_kv_heads=12 model.head_dim=16 model.dim=384

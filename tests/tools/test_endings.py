@@ -1,4 +1,4 @@
-"""The end of a run: one clear last line, the right exit status, and no process or temporary folder that remains."""
+"""Test the end of a run: one clear last line, the right exit status, and no remaining process or temporary folder."""
 
 import json
 import multiprocessing
@@ -211,7 +211,8 @@ def test_one_signal_kills_ranks_that_hang(tmp_path, ranks):
     rank.start()
     ranks.append(rank)
     is_ready.wait()
-    # a hang before the restart; another host, which has started more often, numbers the starts
+    # A hang that was reported before this start does not count. The report is recognized by its time, because the
+    # number in the folder's name comes from a host that may have started more often.
     before = tmp_path / "restart-1" / "rank-00000.json"
     before.parent.mkdir(parents=True)
     before.touch()

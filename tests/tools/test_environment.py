@@ -1,7 +1,7 @@
 """environment.py finds or makes a Python with the packages, whatever earlier starts have left. No network is used.
 
-`mine` is the Python that starts environment.py: an environment without packages. A stub of venv leaves out pip. A stub
-of pip records its arguments and writes the files by which importlib.metadata finds a package.
+`mine` is the Python that starts environment.py: an environment without packages. A stub of venv creates environments
+without pip. A stub of pip records its arguments and writes the files by which importlib.metadata finds a package.
 """
 
 import shutil
@@ -54,7 +54,7 @@ NEEDS = 'dependencies = [\n    "alpha>=1,<2",\n]\ntest = [\n    "beta",\n]\n'
 
 
 class Checkout(RunCheckout):
-    """A repository that needs the package alpha, and with the extra `test` also beta."""
+    """A repository that requires the package alpha. Its extra `test` also requires beta."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)

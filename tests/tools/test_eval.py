@@ -1,4 +1,4 @@
-"""`eval` gives transformers' loss on the same windows, for texts, corpora and models with experts."""
+"""Test that `eval` gives transformers' loss on the same windows, for texts, corpora and MoE models."""
 
 import json
 import math

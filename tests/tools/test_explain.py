@@ -1,4 +1,4 @@
-"""`explain`: it prints the slices of weights, and the collectives with the lines of code that call them."""
+"""Test `explain`, which prints the slices of weights, and the collectives with the lines of code that call them."""
 
 import re
 from collections import Counter

@@ -1,4 +1,5 @@
-"""Faults of a run: hangs are named, copies are compared, snapshots are restored, and a drill injects such faults."""
+"""Test faults of a run: hangs are reported, copies of tensors are compared, snapshots are restored, and `drill` injects
+faults."""
 
 import json
 import os
@@ -107,7 +108,8 @@ def stop_rank(host: subprocess.Popen) -> int:
 
 @pytest.mark.slow
 def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_of_them(start_host):
-    """A rank of host 1 is killed. The rank of host 0 does not fail, as with NCCL, where other ranks wait for it."""
+    """A rank of host 1 is killed. The rank of host 0 does not fail, because it is stopped. With NCCL, ranks that wait
+    for a killed rank do not fail either."""
     hosts = [start_host(n, NNODES="2", MAX_RESTARTS="1") for n in range(2)]
     read_until(hosts[0], "step +5/")
     waiting = stop_rank(hosts[0])
@@ -120,7 +122,8 @@ def test_two_hosts_restart_together_although_torchrun_counts_the_restart_on_one_
 
 
 def handles_signals(pid: int) -> bool:
-    """Return whether a launcher handles its signals. SIGQUIT shows this, because every tool handles SIGTERM."""
+    """Return whether a launcher handles its signals. The function looks for a handler of SIGQUIT, because every tool
+    handles SIGTERM, but only a launcher handles SIGQUIT."""
     caught = re.search(r"SigCgt:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
     return bool(int(caught, 16) >> signal.SIGQUIT - 1 & 1)
 
@@ -216,8 +219,9 @@ def test_pulse_measures_the_ranks_and_links_of_a_run(tmp_path):
 
 # ---------------------------------------------------------------- hangs
 
-# what a rank wrote: its calls, of which those with a time are pending | its stack, unless it waits in a call |
-# microbatches that it has done in a pipeline, the rank and stage that it awaits, seconds without work, the next one
+# name | last collective of each axis that the rank has called (a time means that it is pending) | stack of the rank,
+# unless it waits in a call | state in a pipeline: microbatches done, rank and stage that it waits for, seconds without
+# work, how many microbatches come before the awaited one
 WRITTEN = """
 WAITS | tp 7 all_reduce [[3]] 100 | |
 CAME | tp 6 all_reduce [[3]] | |
@@ -441,7 +445,8 @@ def try_to_compare(run: Run) -> str:
 def flip_each_tensor(
     rank: int, world_size: int, overrides: dict
 ) -> tuple[list[str], dict[str, str]]:
-    """Worker: on rank 1, flip one bit of each tensor in turn. Return the tensors that have copies, and the messages."""
+    """Worker: on rank 1, flip one bit of each tensor in turn. Return the names of the tensors that other ranks have
+    copies of, and the message for each tensor whose flipped bit was found."""
     run = compare.build_table_run(world_size, overrides | TWO_LAYERS)
     train(run, range(1))
     tensors = list_state(run)
@@ -466,7 +471,7 @@ def flip_each_tensor(
 COPIED = read_rows("""
 expert_bias .step norm.weight exp_avg_sq | 4 | MOE TP=2 training.expert_bias_rate=0.1 optimizer.name=AdamW
 wq.weight wq.weight.exp_avg | 4 | REPLICATE=4 SHARD=1 optimizer.name=AdamW
-""")  # ends of the names of tensors that have copies | ranks | keys
+""")  # suffixes of the names of tensors that have copies | ranks | keys
 
 
 @each_row("kinds", COPIED, fast=[*COPIED][:1])
@@ -555,7 +560,8 @@ def test_the_newest_snapshot_that_all_hosts_can_open_is_restored(pool, letters, 
     assert resumed == [9, 6, 5], "then the hosts have no snapshot in common"
 
 
-# damaged, or no longer | step that is restored | what is there afterwards
+# steps whose file gets a flipped bit (a second flip repairs the file) | step that is restored | folders that exist
+# afterwards
 DAMAGED = """
 | 10 | step-5 step-6 step-9 step-10
 5 6 9 10 | | step-5 step-6 step-9 step-10  # nothing opens, and nothing is deleted

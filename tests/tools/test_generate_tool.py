@@ -1,4 +1,5 @@
-"""`generate`: where a text ends, conversations, display and refusals. test_fine_tuning.py has transformers' text."""
+"""Test `generate`: end of a text, conversations, display and refusals. test_fine_tuning.py compares texts with
+transformers."""
 
 import io
 import json
@@ -60,7 +61,7 @@ def save(
     corpora: Sequence[str] = (),
     **fingerprint: object,
 ) -> Path:
-    """Save a checkpoint as a run with 128 tokens does. `fingerprint`: further entries."""
+    """Save a checkpoint as a run with seq_len = 128 does. `fingerprint`: further entries of the fingerprint."""
     keys = {
         "model.hf_assets_path": assets,
         "model.attention": attention,  # a run would write the resolved value of "auto"

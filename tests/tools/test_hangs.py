@@ -38,7 +38,8 @@ HANGS = {row[0]: row for row in read_lines(HANGS)}
 
 @pytest.fixture
 def start(letters, tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
-    """Return a function: kind, number of ranks, keys, variables -> launcher. All ranks end with the test."""
+    """Return a function that starts a run with one kind of hang and returns its launcher. When the test ends, all ranks
+    are ended."""
     keys = [*letters, *KEYS]
     folder = tmp_path / "run"
     keys += [f"--job.dump_folder={folder}", f"--training.cache_folder={tmp_path}"]

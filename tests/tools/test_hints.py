@@ -58,7 +58,8 @@ def split_tool(name: str, command: str) -> list[str]:
 
 
 def write_tokenizers() -> None:
-    """Write a model, and a tokenizer of 3,256 tokens. The embedding of the debug model has fewer rows."""
+    """Write a model, and a tokenizer of 3,256 tokens. The embedding of the debug model has fewer rows than this
+    tokenizer has tokens."""
     publish(Path("my llama"), CASES["tied, published in bfloat16"])
     lines = (SHIPPED / "tokenizer.model").read_text().splitlines()
     for n in range(len(lines), 3000):

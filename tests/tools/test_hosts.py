@@ -1,4 +1,5 @@
-"""Launchers of several hosts meet before torchrun starts, name the hosts that differ, and agree why a run failed."""
+"""Test the rendezvous of several hosts before torchrun starts: launchers name hosts that differ, and agree on why a run
+failed."""
 
 import os
 import signal
@@ -54,7 +55,7 @@ def meet_as_host(
             hosts.choose_interface(store)
         except UserError as error:
             said = str(error)
-        # equal hashes are enough; settings are read only if they differ
+        # settings are read only if their hashes differ
         assert compared.called == (settings[rank] != settings[0])
         dist.barrier()  # the store must live until refused hosts have read it
         return said or f"met over {os.environ['GLOO_SOCKET_IFNAME']}"
@@ -118,7 +119,7 @@ def test_a_launcher_that_is_cut_off_from_the_first_host_ends():
     assert "NODE_RANK=0 for 0.5 s" in said
 
 
-# status and reason of the runs of two hosts | what both tell
+# exit status and reason on each of two hosts | status and reason that both hosts report
 ENDINGS = """
 1 rank 3 failed, 143 stopped by SIGTERM | 1 rank 3 failed
 1 rank 3 failed, 1 rank 0 lost its peer | 1 rank 3 failed
@@ -151,7 +152,8 @@ def test_a_signal_for_one_host_reaches_all_and_the_next_one_is_a_copy(monkeypatc
     monkeypatch.setattr(Signals, "end_ranks", Mock())
     there.share(store)
     assert sent == [signal.SIGHUP]
-    # Now the user signals `there` directly.
+    # The forwarded signal arrives at 0 s. Then a user signals `there` directly. The first of these signals, and others
+    # within 5 s after it, are copies. A later signal counts.
     for now_s, n_received in ((0, 1), (60, 1), (64, 1), (70, 2)):
         monkeypatch.setattr(time, "monotonic", lambda now_s=now_s: 100 + now_s)
         there.pass_on(signal.SIGHUP, None)

@@ -29,7 +29,7 @@ def pip(*args: object, **options: object) -> None:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("built")
-    source = folder / "source"  # a build writes into its source
+    source = folder / "source"  # a build writes files into its source folder
     copy_repository(source)
     pip("wheel", "--no-build-isolation", ".", "-w", folder, cwd=source)
     (made,) = folder.glob("*.whl")
@@ -38,7 +38,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(wheel) -> Path:
-    """Install the wheel into a folder, with `bin`. The folder serves as PYTHONPATH."""
+    """Install the wheel into a folder, which then contains `bin`. The folder serves as PYTHONPATH."""
     folder = wheel.parent / "site"
     pip("install", "--target", folder, wheel)
     return folder
@@ -51,7 +51,7 @@ def run(site: Path, folder: Path, *args: object) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def tool(site, tmp_path):
-    """Return a function: the arguments of torchtitan-lite -> what it prints in the folder tmp_path."""
+    """Return a function that runs torchtitan-lite with arguments in the folder tmp_path, and returns what it prints."""
 
     def tool(command: str) -> str:
         answer = run(site, tmp_path, site / "bin" / "torchtitan-lite", *command.split())

@@ -1,4 +1,4 @@
-"""Labs: every answer is computed, an unsolved exercise fails its judge, and the solution passes."""
+"""Test the labs: every answer is computed, an unsolved exercise fails the lab's judge.py, and the solution passes."""
 
 import re
 import shlex

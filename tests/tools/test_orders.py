@@ -1,4 +1,5 @@
-"""Pipelines: layers of the stages, and orders that equal torch's and end. Simulations and pictures are tested too."""
+"""Test pipelines: layers of the stages, orders of actions (which equal torch's and never deadlock), simulations and
+pictures."""
 
 import xml.etree.ElementTree as ElementTree
 from contextlib import nullcontext
@@ -90,7 +91,8 @@ def make_torchs_schedule(
 
 
 def read_torchs_order(schedule: str, pp: int, n_microbatches: int, n_stages_per_rank: int) -> Order:
-    """Return the order in the table that torch makes for these numbers of ranks, microbatches and stages."""
+    """Return the order of actions in the schedule table that torch makes for these numbers of ranks, microbatches and
+    stages."""
     made = make_torchs_schedule(schedule, pp, pp * n_stages_per_rank, n_microbatches)
     rows = []
     for rank in range(pp):
@@ -187,7 +189,7 @@ def test_the_slowest_stage_and_the_sends_between_ranks_count():
     assert {action: times[action] for action in expected} == expected
     events = run("ZBVZeroBubble", 2, 4, 2, send=5.0).events
     start = {str(event.action): event.start for event in events}
-    # no send inside of a rank, from stage 1 to stage 2
+    # stages 1 and 2 are on the same rank, so there is no send between them
     assert [start[f"{stage}F0"] for stage in range(4)] == [0, 6, 7, 13]
 
 

@@ -1,4 +1,5 @@
-"""Pages of plan and explain show the figures of the text output, and a browser shows them."""
+"""Test the pages of `plan` and `explain`: they have the figures of the text output, and a browser displays the
+pages."""
 
 import re
 from contextlib import redirect_stderr

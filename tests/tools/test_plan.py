@@ -1,4 +1,5 @@
-"""`plan`: works without torch; its times, remarks, clusters and checkpoints; results computed by hand."""
+"""Test `plan`: step times, remarks, clusters and checkpoints are compared with results computed by hand, and torch is
+not needed."""
 
 import re
 from dataclasses import replace
@@ -150,7 +151,7 @@ def test_programs_read_the_figures_of_a_plan(run_json):
     assert "training.seed is now debug.seed" in figures["remarks"]
 
 
-# ZeRO stage, bytes reserved and of CUDA, divided by bytes in use; whether it fits an H200
+# ZeRO stage, bytes that the allocator reserves per byte in use, whether the run fits an H200
 ONE_GPU = [(1, 1.28, False), (2, 1.02, True)]
 
 
@@ -220,7 +221,7 @@ def test_fsdp_moves_what_the_parameters_weigh():
 def test_a_collective_takes_its_bytes_over_the_links_and_a_latency_for_each_hop():
     model = read(f"llama3_8b 16 --{TP}=2").step_time
     assert model.collective_time("tp", 1e9) == pytest.approx(0.5e9 / 360e9 + 8.4e-6 + 3.4e-6)
-    # Eight ranks with a stride of 2 are spread over two nodes, four in each, so each rank can use two network cards.
+    # Eight ranks with a stride of 2 are spread over two nodes, four in each, so each rank can use two NICs.
     by_hand = 7e9 / 8 / (0.92 * 4 * 50e9) + 8.4e-6 + 6 * 3.4e-6 + 14e-6
     assert model.collective_time("dp_shard", 1e9) == pytest.approx(by_hand)
     on_128_nodes = H100.find_bandwidth(1, 1024)
@@ -242,7 +243,8 @@ def test_keys_of_the_config_that_make_a_step_faster_are_read():
 
 
 def test_llama3_405b_on_16384_h100_and_its_128k_layout():
-    """The Llama 3 paper's table 4 has 400 and 380 TFLOP/s. The forecast agrees within its error bar."""
+    """The Llama 3 paper's table 4 has 400 and 380 TFLOP/s. The forecast agrees with these numbers within its error
+    bar."""
     run = f"llama3_405b 16384 --{PP}=16 --{TP}=8 --{SCHEDULE}=Interleaved1F1B --{LAYERS}=1"
     run += f" --{BATCH}=16 --{MODE}=none"
     planned = read(run)

@@ -38,7 +38,7 @@ def test_a_save_that_takes_long_shows_how_much_is_on_disk(tmp_path, monkeypatch,
         file.write(bytes(1_003_520))  # whole blocks
         os.fsync(file.fileno())
 
-    # first the whole length, as safetensors does
+    # safetensors first extends the file to its whole length, then writes
     acts = [partial(file.truncate, 4_014_080), write_a_part]
     events = iter([*acts, partial(save.rename, tmp_path / "step-8")])
     clock = iter(range(100, 1000, 10))

@@ -28,7 +28,7 @@ def test_the_bars_in_code_hold_the_share_of_unseen_runs_that_they_promise():
             assert 0.7 <= published.share_held_of_others(unseen) <= 0.92, name
     errors = [error for _, error in groups["memory of experts"]]
     assert all(abs(exp(error) - 1) < 0.15 for error in errors)
-    # At most one run needs more memory than the upper end of the bar.
+    # At most one run needs more memory than the upper end of the error bar.
     high = BARS["memory of experts"].high
     assert sum(round(exp(-error), 2) > high for error in errors) <= 1
     assert BARS["dense"].median <= 0.076 and BARS["memory"].median <= 0.06
@@ -42,14 +42,15 @@ def test_the_bars_in_code_hold_the_share_of_unseen_runs_that_they_promise():
             quoted[published_speed] = published_speed * exp(error)
     forecasts = [quoted[speed] for speed in sorted(quoted)]
     assert len(forecasts) == 4
-    # If a run is faster than another run, its forecast is not slower. Two forecasts within 1 % of each other are equal.
+    # The forecasts are in the same order as the measured speeds. Two forecasts within 1 % of each other count as equal.
     assert all(fast > 0.99 * slow for slow, fast in pairwise(forecasts))
     for row, error in groups["TP or PP"]:
         assert not row.is_eager_tp or abs(exp(error) - 1) < 0.155
 
 
 def test_terms_of_other_trainers_equal_the_measurements_that_they_cite():
-    """Rows added one by one, on B200 and Hopper. Load of the fullest of 8 ranks, and of 8 experts."""
+    """Compare two terms with measurements: the time of a backward that adds rows one by one (B200 and Hopper), and the
+    largest load of a rank (of 8 and 2 ranks) or of an expert (of 8 experts)."""
     for gpu, n_rows, dim, seconds in [
         ("b200", 196608, 2048, 1.85e-3),
         ("h100", 65536, 4096, 2.65e-3),

@@ -1,4 +1,4 @@
-"""`verify` makes a real config small: the degrees, the relations between sizes that it keeps, and the deep run."""
+"""Test how `verify` reduces a real config: degrees, the relations between sizes that it keeps, and the deep run."""
 
 import json
 
@@ -27,7 +27,7 @@ ANY_BATCH = "--training.global_batch_size=-1"
 
 
 def read(*args: str) -> Config:
-    # --config finetune names its model by an environment variable
+    # an empty path, because --config finetune takes the path from an environment variable, which is not set here
     given = read_config(["--checkpoint.initial_load_path=", "--config", *args])
     assert not given.problems
     return given.config

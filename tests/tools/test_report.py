@@ -314,5 +314,6 @@ def test_a_browser_shows_every_picture_on_a_phone_without_an_error(page, tmp_pat
     assert "CONSOLE" not in shown.stderr
     counts, *_ = list_titles(shown.stdout)
     n_pictures, n_shown, width = map(int, counts.split(","))
-    assert n_pictures == n_shown == 10  # 5 plots; experts, parts and calls of a step, two pipelines
+    # 5 plots, 3 pictures (experts, parts of a step, calls of a step), 2 pipelines
+    assert n_pictures == n_shown == 10
     assert width <= 390

@@ -90,7 +90,7 @@ def test_help_names_every_environment_variable_and_starts_nothing(checkout):
 
 
 def test_arguments_reach_the_launcher_unchanged_and_it_replaces_the_script(checkout):
-    """Signals reach the launcher, because it takes the place of the script in its process."""
+    """Signals reach the launcher, because the script replaces itself with the launcher (exec)."""
     args = ["--config", "my config.toml", "--job.description", "a  *", "--training.steps=20"]
     answer = checkout.run(*args, STATUS="143")
     (call,) = map(json.loads, checkout.calls())
@@ -135,7 +135,8 @@ def test_a_script_that_cannot_start_prints_the_reason(checkout):
     for variables, words in zip((STEP, {}), said, strict=True):
         answer = checkout.run(**variables)
         assert answer.returncode == 1 and words in answer.stderr
-        (checkout.root / "train.py").unlink(missing_ok=True)  # a copy of the script has no train.py
+        # the next run finds no train.py beside the script
+        (checkout.root / "train.py").unlink(missing_ok=True)
     assert not checkout.calls()
 
 

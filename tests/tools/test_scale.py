@@ -21,7 +21,8 @@ def test_a_rank_saves_and_resumes_with_little_metadata_and_few_files(name, n_ran
     saved = costs.pop("save")
     assert saved.messages < 10 and saved.message_bytes < MIB
     for resumed in costs.values():
-        # manifest and checksums, and the header of each source file, which lists all its tensors
+        # a rank reads the manifest, the checksums, and the headers of the source files; a header lists all tensors of
+        # its file
         assert resumed.metadata_bytes < 5 * MIB + MIB // 2 * resumed.files
         assert resumed.metadata_bytes <= 10**7 or n_ranks < 16384
         assert resumed.files <= 2 + resumed.n_sources + ceil((n_ranks + 1) / n_ranks)

@@ -27,7 +27,7 @@ from torchtitan_lite.config.schema import ONE_SHOT, Config, get_value, with_valu
 AT_S = (0.0, COPIES_ARRIVE_WITHIN_S, COPIES_ARRIVE_WITHIN_S + 0.1)  # when SIGTERM arrives
 ENDS_AT_S = {  # phase of the run -> when the process ends
     Phase.START: AT_S[0],
-    Phase.STEPS: AT_S[2],  # copies of the signal that arrive earlier do not end it
+    Phase.STEPS: AT_S[2],  # earlier copies of the signal do not end the process
     Phase.FAILED: None,
 }
 
@@ -118,7 +118,7 @@ def test_the_command_that_continues_neither_starts_over_nor_goes_back(
 # The group and the launcher get the signal ten times in 0.2 s, because `timeout` and systemd send it repeatedly.
 WHOM = ("group", "launcher", "one rank")
 LONG = "--training.local_batch_size=4 --training.steps=5000 --validation.no_enable"
-WHEN = {  # moment -> keys of the run
+WHEN = {  # moment at which the signal arrives -> keys of the run
     "import": "",
     "first step": "--training.global_batch_size=2048",  # takes a second or more
     "step": "--parallelism.pipeline_parallel_degree=2",  # all stages stop after the same step
@@ -160,7 +160,7 @@ def test_a_signal_loses_no_step_however_often_it_arrives(letters, tmp_path, whom
             time.sleep(0.02)
     output += finish(process, status=128 + received)
     assert output.splitlines()[-1] == f"run_train.sh: stopped by {received.name}", output
-    # otherwise the other rank reports the loss of its peer
+    # if only one rank gets the signal in the first step, the other rank reports the lost peer with a traceback
     if (whom, when) != ("one rank", "first step"):
         assert "Traceback" not in output
     assert "All ranks start again" not in output

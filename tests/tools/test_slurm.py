@@ -1,4 +1,5 @@
-"""assets/slurm/train.sbatch with stubs of srun, scontrol and scancel: a job is interrupted, requeued, continued."""
+"""Test assets/slurm/train.sbatch with stubs of srun, scontrol and scancel: a job is interrupted, requeued and
+continued."""
 
 import os
 import signal
@@ -16,7 +17,7 @@ from torchtitan_lite.config.reader import REPOSITORY
 
 SCRIPT = REPOSITORY / "assets" / "slurm" / "train.sbatch"
 STEPS = 40
-JOB = str(os.getpid())  # sets the port: two of these tests can then run at the same time
+JOB = str(os.getpid())  # the port depends on it, so two of these tests can run at the same time
 KEYS = f"""
 --training.steps={STEPS} --training.global_batch_size=4 --training.local_batch_size=2
 --checkpoint.interval=1000 --validation.no_enable --job.overwrite
@@ -31,7 +32,7 @@ wait
 """
 
 STUBS = {
-    # Start two tasks on this host. Like Slurm's srun, the stub does not pass SIGTERM on to them.
+    # Start two tasks on this host. Like Slurm's srun, the stub does not pass SIGTERM on to the tasks.
     "srun": """#!/bin/bash
 echo "srun $*" >> "$CALLS"
 trap 'echo "srun got SIGTERM" >> "$CALLS"; kill -KILL $(cat "$TASKS")' TERM

@@ -90,7 +90,7 @@ IDLE = ["parallelism.zero_plus_plus", "parallelism.zero_plus_plus_node_size"]
 
 
 def record_configs(run_ranks, configs: dict):
-    """Return run_ranks that also records in `configs` the config that the ranks of each layout get."""
+    """Return a version of run_ranks that also records in `configs` which config the ranks of each layout get."""
 
     def run(worker, world_size: int, *args, **options):
         if world_size > 1 and worker.__name__ == "start_train":
@@ -145,7 +145,7 @@ def set_every_key(config: Config) -> tuple[Config, set[str]]:
 
 
 def test_a_key_that_is_set_is_covered_only_if_its_witness_saw_it_act():
-    """A new key has no witness."""
+    """If a key without a witness is set, it is not covered. A new key has no witness."""
     sizes = [*fields(MoEArgs), *fields(ModelArgs)]
     known = KEYS.keys() | {f"model.{size.name}" for size in sizes}
     assert known >= WITNESSES.keys()
