@@ -130,7 +130,7 @@ quantize.linear.float8.filter_fqns | ['output', 'wq'] | ['output', 'wq']
 
 
 @each_row("key, text, value", SPELLINGS)
-def test_text_of_the_command_line_is_a_toml_literal_or_text_and_a_list_may_have_commas(
+def test_a_value_on_the_command_line_is_a_toml_literal_or_text_and_a_list_may_have_commas(
     key, text, value, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -226,7 +226,7 @@ AWKWARD = [
 ]
 
 
-def test_only_values_of_shipped_configs_are_defaults():
+def test_the_folder_of_configs_contains_exactly_the_shipped_configs():
     assert {path.stem for path in CONFIG_FOLDER.glob("*.toml")} == SHIPPED
 
 
@@ -344,7 +344,7 @@ def test_every_key_of_torchtitan_is_ours_an_old_name_or_known_to_be_absent():
         assert name in KEYS or explain_absent(name, "") is not None, key
 
 
-def test_every_absent_key_is_accepted_if_it_is_off_and_refused_if_it_is_on():
+def test_a_key_of_an_unsupported_feature_is_accepted_if_it_is_off_and_refused_if_it_is_on():
     for key, off in MISSING_FEATURES.items():
         read_sound([f"--{key}={','.join(off) if isinstance(off, list) else str(off).lower()}"])
         problem = read_one_problem([f"--{key}=7"])
@@ -354,7 +354,7 @@ def test_every_absent_key_is_accepted_if_it_is_off_and_refused_if_it_is_on():
             read_sound(["--{}.no_{}".format(*key.rsplit(".", 1))])
 
 
-def test_an_old_name_is_taken_as_its_new_one_with_one_line_of_notice(write_toml):
+def test_an_old_name_of_a_key_still_works_and_causes_one_notice(write_toml):
     args = write_toml("[training]\nbatch_size = 3\ncompile = true\n[lr_scheduler]\nlr_min = 0.1\n")
     given = read_config([*args, "--training.seed", "5"])
     config = given.config
@@ -394,7 +394,7 @@ def with_another_value(config: Config, key: str) -> Config:
 
 
 @pytest.mark.parametrize("case", WITHOUT_EFFECT)
-def test_every_key_without_effect_is_named_with_its_case(case):
+def test_every_key_without_effect_is_reported_with_the_reason(case):
     config = Config()
     settings = [part for part in case.split(" and ") if part != WITHOUT_RESUME]
     for setting in settings:

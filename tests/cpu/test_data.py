@@ -113,7 +113,9 @@ def make_case(folder: Path, seed: int) -> Case:
 
 @each_row("restart", [False, True])
 @each_row("seed", range(4))
-def test_an_epoch_is_every_sample_once_as_cut_by_hand(tmp_path, seed, restart):
+def test_an_epoch_contains_every_sample_once_and_equals_samples_cut_by_hand(
+    tmp_path, seed, restart
+):
     case = make_case(tmp_path, seed)
     by_hand = case.cut_by_hand(restart=restart)
     stream = case.open_stream(7, restart_positions=restart)  # steps straddle epochs
@@ -211,7 +213,9 @@ def test_only_the_next_batch_is_read_by_a_thread_while_the_caller_computes_and_c
 
 
 @each_row("fail_at", [0, 4])
-def test_failure_in_the_thread_is_raised_at_its_batch_and_ends_the_thread(stream, fail_at):
+def test_an_error_in_the_prefetch_thread_is_raised_when_its_batch_is_requested_and_ends_the_thread(
+    stream, fail_at
+):
     def read(step: int, rows: range) -> Batch:
         if step == fail_at:
             raise OSError(f"disk gone at step {step}")
@@ -274,7 +278,7 @@ def test_a_source_with_a_small_weight_gets_its_share_of_draws_from_any_start(sta
         assert (counts - number * N_DRAWS * torch.tensor(SHARES)).abs().max() < 3
 
 
-def test_draws_of_a_rare_source_go_through_its_epochs():
+def test_each_epoch_of_a_rare_source_draws_every_sample_once():
     sampler = make_sampler([50_000, 7], weights=[1, 0.0003], seed=2)
     start = 10**9
     samples = sampler.choose(start + torch.arange(20 * N_DRAWS))

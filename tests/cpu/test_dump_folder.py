@@ -178,7 +178,7 @@ def test_a_folder_that_cannot_be_read_or_hold_files_is_refused(
     assert "".join(key for key, _, _ in found) == refused
 
 
-def test_a_second_run_on_one_folder_stops_until_the_lock_of_the_first_is_closed(folder):
+def test_a_second_run_in_the_same_folder_is_refused_until_the_first_run_releases_its_lock(folder):
     first = open_dump_folder(in_folder(folder), restarted=False)
     before = list_files(folder)
     with pytest.raises(CheckpointError, match=str(folder)):
@@ -267,7 +267,7 @@ def find_problems(folder: Path, args: list[str], restarted: bool = False) -> lis
 
 
 @each_row("left, args, expected, named", EARLIER)
-def test_an_earlier_run_is_resumed_or_refused_by_what_it_wrote_and_the_remedies_work(
+def test_an_earlier_run_is_resumed_or_refused_depending_on_its_files_and_the_remedies_work(
     tmp_path, left, args, expected, named
 ):
     folder = tmp_path / "run"

@@ -25,7 +25,7 @@ def sampling(temperature: float, top_k: int = 0, top_p: float = 1.0) -> Namespac
 # ---------------------------------------------------------------- the cache; test_windows.py tests its logits
 
 
-def test_a_step_computes_one_token_and_the_head_only_the_last_one():
+def test_a_generation_step_computes_only_the_new_tokens_and_the_head_only_the_last_one():
     model = build_ours(PLAIN)
     cached = CachedModel(model)
     seen = []
@@ -50,7 +50,7 @@ LIMITS = """
 
 
 @each_row("words", LIMITS)
-def test_limits_are_those_of_transformers(words):
+def test_temperature_top_k_and_top_p_limit_logits_as_in_transformers(words):
     temperature, top_k, top_p = map(float, words[0].split())
     top_k = int(top_k)
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(1)) * 3
@@ -84,7 +84,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says():
     assert torch.allclose(found, expected, atol=0.02)  # three standard deviations
 
 
-def test_coldest_temperatures_and_least_probabilities_leave_the_most_likely_token():
+def test_minimal_temperature_top_k_and_top_p_choose_the_most_likely_token():
     logits = torch.tensor([4.0, 9.0, 8.999, 7.0])
     usable = torch.ones(4, dtype=torch.bool)
     generator = torch.Generator().manual_seed(0)

@@ -75,7 +75,7 @@ CUDA_VISIBLE_DEVICES | | 0
 
 
 @each_row("variable, value, n_gpus", VISIBLE)
-def test_gpus_are_those_that_the_driver_shows_and_without_any_the_cpu_is_the_device(
+def test_the_devices_are_the_gpus_that_the_driver_lists_or_the_cpu_if_it_lists_none(
     nvidia_smi, monkeypatch, variable, value, n_gpus
 ):
     monkeypatch.setenv(variable, value)
@@ -202,7 +202,7 @@ print(min(counts[-3:]))
 """
 
 
-def test_freed_memory_is_kept():
+def test_freed_memory_is_kept_and_used_again():
     """Without this setting, 48 MB are 11,719 pages of 4 KiB."""
     environment = {
         name: value for name, value in os.environ.items() if "MALLOC" not in name.upper()

@@ -104,7 +104,7 @@ def find_row(module: str) -> str:
     return max((row for row in FLOORS if module == row or module.startswith(f"{row}.")), key=len)
 
 
-def test_imports_point_down_only():
+def test_modules_import_only_from_lower_layers():
     upwards = []
     for module, imports in IMPORTS.items():
         row = find_row(module)
@@ -151,7 +151,7 @@ print("torch._inductor.ir" in sys.modules)
 """
 
 
-def test_a_run_loads_no_extension_that_it_does_not_ask_for_no_compiler_and_no_torch_to_be_refused():
+def test_a_run_imports_only_the_extensions_that_it_uses_and_a_refused_run_does_not_import_torch():
     """torch.compile loads inductor when it is called, which takes a second and 50 MB on every rank."""
     answer = run_python("-c", LOADED)
     assert answer.stdout.splitlines()[-3:] == ["[]", "set()", "False"], answer.stderr

@@ -90,7 +90,7 @@ step   10/2000  loss 6.12346  grad_norm 1.2346  1:23:45 left
 """
 
 
-def test_only_steps_and_validations_have_lines_that_fit_the_terminal_without_mfu_if_no_peak_is_known(
+def test_steps_and_validations_have_console_lines_that_fit_the_terminal_and_show_mfu_if_it_is_known(
     tmp_path, list_logged, monkeypatch
 ):
     writer = make_writer(tmp_path)
@@ -233,7 +233,7 @@ def test_lines_that_are_not_records_move_to_a_different_file(tmp_path):
     assert "another program" in (tmp_path / "metrics-1.jsonl").read_text()
 
 
-def test_a_resumed_run_is_the_same_run_in_wandb_whose_id_is_whole_or_absent(tmp_path):
+def test_a_resumed_run_continues_its_wandb_run_and_a_full_disk_leaves_no_partial_id(tmp_path):
     wandb = Mock()
     section = Metrics(enable_tensorboard=False, enable_wandb=True)
     with patch.object(wandb_sink, "import_extra", return_value=wandb):

@@ -118,7 +118,7 @@ norm.weight | 1 | 0
 """
 
 
-def test_initial_weights_have_the_spread_that_the_rule_says():
+def test_initial_weights_have_the_mean_and_standard_deviation_of_their_rule():
     model = Llama3(replace(PLAIN, dim=256, ffn_dim=512, qkv_bias=True, qk_norm=True))
     initialize_weights(model, seed=0)
     parameters = dict(model.named_parameters())

@@ -105,7 +105,7 @@ def test_an_invalid_group_is_refused_with_its_position(text, word):
 # --- members ---
 
 
-def test_the_first_group_that_matches_has_a_parameter():
+def test_a_parameter_belongs_to_the_first_group_that_matches_it():
     members = list_members([NORMS, LAYER_3, HIDDEN], list_parameters(DEBUG))
     assert {group: len(fqns) for group, fqns in members.items()} == {
         NORMS: 9,

@@ -73,7 +73,7 @@ def test_a_part_stays_within_its_limits_of_tokens_and_density(part):
     assert sum(counts) / len(counts) <= most_per_line * MARGIN
 
 
-def test_no_function_is_dense():
+def test_no_function_has_too_many_tokens_per_line():
     dense = []
     for file, source in read_files().items():
         counts = count_tokens(source)

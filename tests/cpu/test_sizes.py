@@ -71,7 +71,7 @@ def test_parameters_are_those_of_the_model_and_of_the_published_checkpoints(flav
 
 
 @each_row("flavor, billions", ACTIVE_PARAMETERS)
-def test_a_token_passes_through_the_published_number_of_parameters(flavor, billions):
+def test_the_number_of_active_parameters_is_the_published_one(flavor, billions):
     n_active = count_parameters(FLAVORS[flavor], active=True)
     assert f"{n_active / 1e9:.1f}" == billions
 
@@ -98,7 +98,7 @@ def test_a_number_beside_the_flavor_overrides_its_row_and_a_new_width_gets_a_hea
     assert resolve_model(Model(flavor="debug", n_heads=8)).head_dim == 16
 
 
-def test_rows_and_code_name_the_same_choices():
+def test_every_row_of_choices_py_has_code():
     for name, row in OPTIMIZERS.items():
         module = load_extension(row.extension) if row.extension else torch.optim
         assert hasattr(module, name)
@@ -141,7 +141,7 @@ ROWS = [  # row, tp, key of the problem
 
 
 @each_row("row, tp, key", ROWS)
-def test_check_judges_a_table_without_its_code(row, tp, key, add_row):
+def test_check_finds_problems_of_a_module_row_without_importing_the_module(row, tp, key, add_row):
     add_row(row)
     config = with_value(Config(), TP, tp)
     problems: list = []

@@ -95,7 +95,7 @@ def assert_refused(args: str, expected: str) -> None:
 # ---------------------------------------------------------------- the model
 
 
-def test_rope_and_sizes_of_a_run_are_those_of_the_weights_that_it_starts_from_or_resumes():
+def test_a_run_takes_rope_and_sizes_from_the_weights_that_it_starts_from_or_resumes():
     assert prepare().model_args != ARGS
     for args in (
         [HF],
@@ -283,9 +283,7 @@ DIFFERING = """
 
 
 @each_row("args, differing", DIFFERING)
-def test_a_run_that_resumes_is_refused_by_the_keys_that_differ_and_the_remedies_work(
-    args, differing
-):
+def test_a_resumed_run_is_refused_if_certain_keys_differ_and_the_remedies_work(args, differing):
     write_letters()
     checkpoint = save(9)
     assert_refused(args, differing.format(checkpoint))
@@ -343,7 +341,7 @@ def test_a_run_from_a_checkpoint_of_this_trainer_balances_its_experts_as_before(
         shutil.rmtree("first")
 
 
-def test_documents_that_changed_under_the_same_name_are_found():
+def test_a_corpus_that_changed_under_the_same_name_is_refused():
     write_letters()
     save(9, LETTERS)
     Path("letters").rename("moved")

@@ -157,7 +157,7 @@ def test_an_export_gives_our_logits_and_gradients_in_transformers_and_comes_back
     "name",
     [name for name, args in OUR_FLAVORS.items() if args.moe or args.qk_norm or args.qkv_bias],
 )
-def test_each_flavor_is_described_by_its_config(name, tmp_path):
+def test_each_flavor_is_exported_as_a_config_json_that_reads_back(name, tmp_path):
     args = OUR_FLAVORS[name]
     config = make_config_json(args, dtype="bfloat16")
     dump_json(tmp_path / "config.json", config)

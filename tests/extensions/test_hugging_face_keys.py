@@ -229,7 +229,7 @@ llama | | {"rope_scaling": {LLAMA3}, ORIGINAL: 32}
 
 
 @pytest.mark.parametrize("family, words, changes", read_table(IGNORED), ids=str)
-def test_ignored_values_are_reported(family, words, changes, tmp_path):
+def test_values_of_config_json_that_have_no_effect_are_reported(family, words, changes, tmp_path):
     content = make_content(family) | {"rope_parameters": None, "rope_theta": 1e4} | changes
     dump_json(tmp_path / "config.json", content)
     notices = list_ignored(content, read_model_args(tmp_path))

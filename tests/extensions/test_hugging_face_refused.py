@@ -202,7 +202,7 @@ def test_a_field_that_no_family_names_is_not_exported_unless_it_has_its_default(
     assert named or "model.attention = 'of a fork'" in of_fork
 
 
-def test_a_parameter_that_the_family_has_no_name_for_is_not_exported(monkeypatch):
+def test_a_parameter_without_a_name_in_the_family_is_not_exported(monkeypatch):
     family = FAMILIES["llama"]
     names = {name: theirs for name, theirs in family.names.items() if name != "norm"}
     monkeypatch.setitem(FAMILIES, "llama", replace(family, names=names))

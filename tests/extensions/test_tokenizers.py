@@ -86,7 +86,7 @@ def test_ids_are_those_of_tiktoken_with_llama3s_pattern_and_special_tokens_are_p
     assert {name: shipped.special[name] - len(ranks) for name in published} == published
 
 
-def test_plain_bytes_are_the_bytes_of_the_text():
+def test_the_byte_tokenizer_encodes_the_utf_8_bytes_of_a_text():
     tokenizer = load_tokenizer("bytes")
     assert tokenizer.encode("é!", bos=True, eos=True) == [256, 0xC3, 0xA9, 0x21, 257]
     assert count_bytes(tokenizer, []).tolist() == [1] * 256 + [0, 0]
@@ -171,7 +171,9 @@ def compare(folder: Path, content: dict, texts: list[str], eos: object = "<|im_e
 
 
 @each_row("kind", ["GPT-2", "Llama 3", "Qwen"])
-def test_both_makers_of_a_byte_level_bpe_give_the_packages_ids(kind, tmp_path, monkeypatch):
+def test_a_byte_level_bpe_gives_the_same_ids_with_tiktoken_and_with_tokenizers(
+    kind, tmp_path, monkeypatch
+):
     content = make_byte_level(kind)
     texts = [*TEXTS, *draw_texts(PIECES)]
     with monkeypatch.context() as patches:
@@ -275,7 +277,7 @@ def test_merges_that_tiktoken_would_apply_in_a_different_order_need_the_package(
     compare(tmp_path, content, draw_texts(pieces))
 
 
-def test_a_sentencepiece_tokenizer_gives_the_packages_ids_and_knows_begin_end_and_bytes(tmp_path):
+def test_a_sentencepiece_tokenizer_has_the_ids_of_the_package_bos_eos_and_byte_counts(tmp_path):
     texts = ["a tent <think>", "a   tent", *TEXTS]
     ours = compare(tmp_path, json.loads(SENTENCEPIECE), texts, eos={"content": "</s>"})
     assert (ours.bos_id, ours.eos_id) == (1, 2)
@@ -305,7 +307,9 @@ LEADING = {  # post-processor -> number of tokens that it adds before a text
 
 
 @each_row("case", LEADING)
-def test_a_text_begins_as_the_package_begins_it_or_its_tokens_are_named(case, tmp_path):
+def test_a_text_begins_with_the_same_token_as_in_tokenizers_and_two_leading_tokens_are_refused(
+    case, tmp_path
+):
     oracle = make_sentencepiece()
     oracle.post_processor, n_leading = LEADING[case]
     tokens = oracle.encode("a").tokens
@@ -367,7 +371,7 @@ def test_special_tokens_and_eos_are_those_of_transformers_and_never_come_from_pl
 
 
 @each_row("name, eos", [("generation_config", [2, 1]), ("config", 2)])
-def test_eos_without_a_name_is_the_id_that_ends_a_text_in_transformers(name, eos, tmp_path):
+def test_if_eos_has_no_name_its_id_is_read_from_the_config_files(name, eos, tmp_path):
     (tmp_path / "tokenizer.json").write_text(SENTENCEPIECE)
     dump_json(tmp_path / f"{name}.json", {"eos_token_id": eos})
     assert load_tokenizer(tmp_path).eos_id == 2
@@ -394,7 +398,7 @@ def make_byte_level_suffix_bpe() -> dict:
 
 
 @each_row("make", [make_word_piece, make_byte_level_suffix_bpe])
-def test_text_that_is_not_its_tokens_in_a_row_is_decoded_by_the_package(make, tmp_path):
+def test_if_joined_tokens_are_not_the_text_the_package_tokenizers_decodes_it(make, tmp_path):
     content = make()
     text = "Return the tokenizers, naïve!"
     ours = compare(tmp_path, content, [text])

@@ -104,7 +104,7 @@ def c4(tmp_path) -> Path:
 
 @each_row("version", VERSIONS)
 @each_row("file, words, n_hosts", FILES)
-def test_each_file_starts_on_its_gpus_once_c4_and_a_tokenizer_are_there(
+def test_each_config_of_torchtitan_starts_on_its_gpus_once_c4_and_a_tokenizer_exist(
     tmp_path, monkeypatch, c4, version, file, words, n_hosts
 ):
     monkeypatch.chdir(tmp_path)

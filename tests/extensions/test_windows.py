@@ -143,7 +143,7 @@ def attend_part(query, key, value, doc_ids):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @torch.no_grad()  # flex attention has no backward on a CPU
-def test_attention_in_blocks_compiles_without_a_break(monkeypatch):
+def test_flex_attention_compiles_without_a_graph_break(monkeypatch):
     heads, *_ = make_inputs(ARGS, None)
     heads, doc_ids = take_part(*heads), make_documents()
     expected = DocumentAttention()(*heads, plan_mask(doc_ids, QUERIES, KEYS))
@@ -153,7 +153,7 @@ def test_attention_in_blocks_compiles_without_a_break(monkeypatch):
     torch.testing.assert_close(attend(*heads, doc_ids), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_blocks_that_no_document_reaches_into_are_left_out(monkeypatch):
+def test_flex_attention_skips_blocks_that_contain_no_pair_of_the_same_document(monkeypatch):
     monkeypatch.setattr(document_attention, "create_mask", create_block_mask)
     positions = torch.arange(4 * 128)
     blocks = plan_mask(positions[None] // 128, positions, positions)  # each document is one block
@@ -161,7 +161,7 @@ def test_blocks_that_no_document_reaches_into_are_left_out(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_attention_in_blocks_on_a_gpu_gives_outputs_and_gradients_of_the_cpu():
+def test_flex_attention_on_a_gpu_gives_the_same_outputs_and_gradients_as_on_a_cpu():
     heads, *_ = make_inputs(ARGS, None)
     found = []
     for device in ("cpu", "cuda"):
@@ -175,7 +175,7 @@ def test_attention_in_blocks_on_a_gpu_gives_outputs_and_gradients_of_the_cpu():
 
 @each_row("case", CASES)
 @each_row("pieces", [[100] + [1] * 50, [3, 90, 1, 56], [150]])
-def test_logits_with_a_cache_are_those_without(case, pieces):
+def test_logits_with_a_kv_cache_equal_logits_without_it(case, pieces):
     model_args = make_case(*case)
     model = build_ours(model_args)
     with torch.no_grad():

@@ -149,7 +149,7 @@ def test_files_are_safetensors_that_torch_opens(saved):
     assert len(state) == 4 * 21, "weight, step and two moments each"
 
 
-def test_files_have_each_element_once_and_sha256sum_checks_and_others_may_read_them(saved):
+def test_checkpoint_files_store_each_element_once_pass_sha256sum_and_have_normal_permissions(saved):
     checkpoint, state, _ = saved
     command = "sha256sum --check --strict checksums"
     subprocess.run(command.split(), cwd=checkpoint, check=True)
@@ -201,7 +201,7 @@ model.ffn_dim=128 | step-2 | does not fit this run: .*w1.weight has shape \[128,
 
 
 @each_row("keys, step, message", DIFFERENT)
-def test_a_checkpoint_that_does_not_fit_is_refused_by_what_differs(
+def test_the_refusal_of_a_checkpoint_names_the_difference_from_the_run(
     pool, saved, tmp_path, keys, step, message
 ):
     (row,) = read_rows(f"run | 1 | ADAMW {keys}", globals()).values()

@@ -49,7 +49,9 @@ def save_without_room(rank: int, world_size: int, folder: str, mode: str) -> lis
 
 
 @each_row("mode", ["disabled", "async"])
-def test_without_room_the_save_fails_on_every_rank_and_names_the_rank(pool, tmp_path, mode):
+def test_if_one_rank_has_a_full_disk_the_save_fails_on_every_rank_and_names_that_rank(
+    pool, tmp_path, mode
+):
     for said in pool.run(save_without_room, 2, str(tmp_path), mode):
         assert said[0] == said[2] == ""
         for fact in (str(tmp_path / "step-2"), "rank 1: ", "File too large"):
@@ -70,7 +72,7 @@ def die(*_: object) -> None:
     raise Death
 
 
-def test_before_the_rename_everything_is_on_the_disk_and_a_death_leaves_no_checkpoint(
+def test_all_files_are_synced_before_the_rename_and_a_killed_save_leaves_no_checkpoint(
     tmp_path, monkeypatch
 ):
     synced, sync = [], os.fsync
@@ -85,7 +87,7 @@ def test_before_the_rename_everything_is_on_the_disk_and_a_death_leaves_no_check
     assert names == ["rank-00000.safetensors", "manifest.json", "checksums", "step-1.tmp"]
 
 
-def test_what_a_death_leaves_is_no_checkpoint_and_the_next_save_removes_it(
+def test_files_that_a_killed_run_leaves_are_no_checkpoint_and_the_next_save_removes_them(
     pool, tmp_path, monkeypatch
 ):
     for step in (1, 2):
@@ -124,7 +126,7 @@ def watch_loading(
     return loading.result()
 
 
-def test_loading_on_another_layout_takes_its_share_and_no_more_than_one_tensor(pool, tmp_path):
+def test_loading_on_another_layout_needs_little_memory_beside_the_shards(pool, tmp_path):
     n_tensors, shape = 8, (512, 1024)  # 2 MiB each
     write_tensors(
         tmp_path / "step-1",

@@ -108,7 +108,7 @@ def test_kernels_of_a_gpu_return_what_those_of_the_cpu_do(dtype, causal, n_queri
 
 @each_row("n_kv_heads", [4, 2])
 @each_row("cudnn", [False, True])
-def test_kernels_take_their_arguments_and_return_the_shapes_that_are_merged(
+def test_attention_kernels_of_gpus_accept_the_arguments_of_the_ring_and_return_the_expected_shapes(
     monkeypatch, cudnn, n_kv_heads
 ):
     monkeypatch.setattr(

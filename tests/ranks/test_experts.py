@@ -126,7 +126,7 @@ def test_every_layout_counts_each_token_once_and_has_the_same_entropy(pool, name
 WEIGHTS_ALONE = "--checkpoint.last_save_model_only --checkpoint.export_dtype=bfloat16"
 
 
-def test_weights_alone_are_rounded_only_at_the_end_and_biases_of_experts_never(
+def test_exported_weights_are_rounded_only_in_the_last_checkpoint_and_biases_of_experts_never(
     run_training, letters, tmp_path
 ):
     keys = [*letters, "--model.flavor=debug_moe", "--training.steps=2", "--checkpoint.interval=1"]
@@ -150,7 +150,7 @@ def test_weights_alone_are_rounded_only_at_the_end_and_biases_of_experts_never(
 # ---------------------------------------------------------------- the log
 
 
-def test_the_load_of_a_logged_step_is_three_numbers():
+def test_the_log_describes_the_expert_load_of_a_step_by_three_numbers():
     """The batch has 16 tokens with two routes each. Layer 0 is dense."""
     entropy = 16 * 1.25
     loads = [

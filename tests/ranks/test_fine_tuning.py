@@ -123,7 +123,7 @@ def read_json(folder: Path, name: str = "config.json") -> dict:
 
 
 @each_row("name", CASES, slow=SLOW)
-def test_a_fine_tuned_model_is_given_back_and_transformers_computes_it(
+def test_a_fine_tuned_model_is_exported_and_gives_the_same_results_in_transformers(
     name, run_training, tmp_path, run_json
 ):
     case = CASES[name]

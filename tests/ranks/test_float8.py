@@ -53,7 +53,7 @@ def make_linear(recipe_name: str, weight, *, emulate: bool) -> torch.nn.Linear:
 @pytest.mark.parametrize("emulate", [False, True], ids=["scaled_mm", "emulate"])
 @each_row("dtype", [torch.bfloat16, torch.float32])
 @each_row("recipe_name", RECIPES)
-def test_output_and_gradients_have_the_bits_of_torchaos(recipe_name, dtype, emulate):
+def test_output_and_gradients_are_bitwise_identical_to_torchaos(recipe_name, dtype, emulate):
     torchao = pytest.importorskip(
         "torchao.float8", reason="torchao is not installed; only tests need it"
     )
@@ -87,7 +87,9 @@ rowwise_with_gw_hp | 2
 
 
 @each_row("recipe_name, n_matmuls", SUMMED)
-def test_activations_are_summed_fast_and_gradients_exactly(recipe_name, n_matmuls):
+def test_float8_matmuls_use_fast_accumulation_in_forward_but_not_in_backward(
+    recipe_name, n_matmuls
+):
     linear = make_linear(recipe_name, torch.ones(32, 16), emulate=False)
     with patch.object(torch, "_scaled_mm", wraps=torch._scaled_mm) as multiply:
         run_linear(linear, torch.ones(48, 16), torch.ones(48, 32))
@@ -112,7 +114,7 @@ def test_layers_are_left_out_by_name_and_by_dims_on_every_rank():
 
 @each_row("recipe_name", ["tensorwise", "rowwise"])
 @each_row("flavor", ["1B", "8B", "70B"])
-def test_layers_that_are_too_small_are_those_of_torchao(flavor, recipe_name):
+def test_auto_filter_small_kn_skips_the_same_layers_as_torchao(flavor, recipe_name):
     torchao = pytest.importorskip(
         "torchao.float8", reason="torchao is not installed; only tests need it"
     )
@@ -143,7 +145,7 @@ B200 |
 
 
 @each_row("name, refused", GPUS)
-def test_a_gpu_without_float8_is_refused_and_may_emulate(name, refused):
+def test_a_gpu_without_float8_is_refused_unless_float8_is_emulated(name, refused):
     machine = Machine("cuda", 2, 80 * GIB, f"NVIDIA {name}")
     keys = ["--model.converters=float8"]
     assert any(check_settings(read_config(keys).config, machine)) == bool(refused)

@@ -180,7 +180,7 @@ def test_a_group_with_one_worker_listens_on_the_interfaces_that_torch_would_choo
     assert len(addresses[1]) == n_listeners
 
 
-def test_a_torch_without_the_option_is_named(caplog):
+def test_if_torch_has_no_option_for_gloo_workers_a_warning_names_the_option(caplog):
     with patch.object(gloo_workers, "ProcessGroupGloo", SimpleNamespace()):
         gloo_workers.limit_gloo_workers()
     assert "_threads" in caplog.text
@@ -226,6 +226,6 @@ def count_opened(rank: int, world_size: int, many_ranks: int) -> int:
         return opened
 
 
-def test_many_ranks_do_not_connect_to_all_others_when_a_group_is_created(pool):
+def test_in_large_runs_creating_a_group_does_not_connect_each_rank_to_all_others(pool):
     least_at_once = min(pool.run(count_opened, 4, 5))
     assert max(pool.run(count_opened, 4, 4)) <= least_at_once - 3

@@ -16,7 +16,7 @@ from torchtitan_lite.step import train_step
 from torchtitan_lite.tools.verify.ranks import RankFailure
 
 
-def test_a_large_initial_weight_is_copied_to_its_end():
+def test_all_elements_of_a_large_initial_weight_are_copied():
     full = torch.randn(2**21 + 5)
     parameter = torch.zeros_like(full)
     copy_local_shard(parameter, full)
@@ -55,7 +55,7 @@ FOUR_STEPS = """
 RATES = {1: 0.005, 2: 0.01, 3: 0.01, 4: 0.01 * 2 / 3}
 
 
-def test_a_run_logs_rate_and_norm_of_each_step_and_validates_other_documents_without_effect(
+def test_each_step_logs_learning_rate_and_gradient_norm_and_validation_does_not_change_the_losses(
     run_training, letters, tmp_path
 ):
     corpus = tmp_path / "abc"

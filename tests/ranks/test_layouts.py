@@ -104,7 +104,7 @@ def refuse_nothing():
 
 
 @each_row("line", (REFUSED + REFUSED_SLOWLY).splitlines(), slow=REFUSED_SLOWLY.splitlines())
-def test_refused_combination_is_refused_and_really_fails(pool, tmp_path, line):
+def test_refused_combination_is_refused_and_fails_if_it_runs_anyway(pool, tmp_path, line):
     key, symptom, layout = line.split(" | ", 2)
     (row,) = read_rows(f"refused | {layout}", {"SPLIT": SPLIT}).values()
     config = compare.complete(row.overrides, row.world_size)

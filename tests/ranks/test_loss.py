@@ -137,12 +137,14 @@ CASES.append((f"cross_entropy of {2**17}", 2, 0))  # a shard has more ids than 1
 
 
 @each_row("name, n_ranks, chunk_tokens", CASES)
-def test_a_formula_computes_what_torch_computes_on_whole_logits(pool, name, n_ranks, chunk_tokens):
+def test_a_loss_formula_in_chunks_equals_torchs_loss_on_all_logits(
+    pool, name, n_ranks, chunk_tokens
+):
     for errors in pool.run(run_formula, n_ranks, name, chunk_tokens):
         assert max(errors) < 1e-6, errors
 
 
-def test_a_formula_without_a_loss_for_each_token_is_refused():
+def test_a_loss_formula_that_returns_no_loss_per_token_is_refused():
     with pytest.raises(UserError, match=r"returned losses of shape \(\) for targets of shape \("):
         run_head(make_case(), 7, "averaged")
 

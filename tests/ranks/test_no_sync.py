@@ -94,7 +94,7 @@ def refuse_reading(tensor: Tensor, *args: object) -> None:
     raise HostWaits("the host reads a tensor")
 
 
-def test_the_watcher_sees_what_waits():
+def test_the_dispatch_mode_catches_operators_that_make_the_host_wait():
     x = torch.ones(3)
     for read in (lambda: x.max().item(), lambda: x.tolist(), x.nonzero, x.unique, lambda: x[x > 0]):
         with NoWaiting(), pytest.raises(HostWaits):
@@ -134,7 +134,7 @@ def count_waits(rank: int, world_size: int, overrides: dict[str, object]) -> int
 
 
 @each_row("mode, n_waits", [("none", 2 * 4), ("full", 2 * 2 * 4)])
-def test_with_ep_the_host_waits_once_a_layer_and_microbatch_and_again_where_it_is_recomputed(
+def test_with_ep_the_host_waits_once_per_layer_and_microbatch_and_again_if_the_layer_is_recomputed(
     pool, mode, n_waits
 ):
     overrides = {EP: 2, MODE: mode, **ACCUMULATION_4, **MOE}

@@ -90,7 +90,7 @@ def test_a_rate_of_0_and_a_peak_that_is_never_reached_are_reported_with_both_num
 
 
 @pytest.mark.parametrize("path", sorted(CONFIG_FOLDER.glob("*.toml")), ids=lambda path: path.stem)
-def test_the_schedules_of_shipped_configs_are_usual(path):
+def test_the_schedules_of_shipped_configs_cause_no_notice(path):
     config = read_config([f"--job.config_file={path}"]).config
     total_steps = config.lr_scheduler.total_steps or config.training.steps
     config = with_value(config, "lr_scheduler.total_steps", total_steps)
@@ -98,7 +98,7 @@ def test_the_schedules_of_shipped_configs_are_usual(path):
 
 
 @each_row("name", ["Adagrad", "RMSprop"])
-def test_a_row_is_enough_for_an_optimizer_of_torch(name, monkeypatch):
+def test_a_table_row_is_enough_to_add_an_optimizer_of_torch(name, monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, name, OptimizerRow(n_moments=1))
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = build_optimizer(Optimizer(name=name), {"weight": weight})
@@ -134,7 +134,7 @@ def measure_large_gradient(rank: int, world_size: int, n_numbers: int) -> float:
 
 
 @each_row("n_ranks", [1, 2])
-def test_the_norm_of_a_large_gradient_is_right_whole_and_in_slices(pool, n_ranks):
+def test_the_norm_of_a_large_gradient_is_exact_on_one_rank_and_sharded(pool, n_ranks):
     assert pool.run(measure_large_gradient, n_ranks, 50_000_000) == pytest.approx(
         [1] * n_ranks, rel=1e-6
     )

@@ -64,7 +64,7 @@ def recording(monkeypatch):
     return asked
 
 
-def test_memory_is_written_after_every_period_beside_traces_and_recorded_no_longer_than_the_loop(
+def test_memory_snapshots_are_written_with_the_traces_and_recording_ends_with_the_loop(
     tmp_path, recording
 ):
     run_loop(BOTH, tmp_path, n_steps=7, resumed_step=10)
@@ -106,7 +106,7 @@ def dump_large(path: str) -> None:
 
 
 @pytest.mark.parametrize("is_folder", [True, False], ids=["no folder", "full"])
-def test_a_file_that_cannot_be_written_causes_one_sentence_and_leaves_nothing(
+def test_a_file_that_cannot_be_written_causes_a_one_sentence_error_and_leaves_no_file(
     tmp_path, recording, monkeypatch, is_folder
 ):
     said: dict[str, list[str]] = {"error": [], "info": []}

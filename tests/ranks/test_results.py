@@ -13,7 +13,7 @@ KEYS = """
 
 
 @pytest.mark.slow
-def test_a_hundred_steps_of_the_plays_learn_what_the_table_says(run_training, tmp_path):
+def test_a_hundred_steps_on_the_plays_reach_the_published_loss(run_training, tmp_path):
     corpus = tmp_path / "plays"
     plays = f"{REPOSITORY}/assets/results/plays.txt"
     assert main(["prepare", plays, "--tokenizer", "bytes", "--out", str(corpus)]) == 0

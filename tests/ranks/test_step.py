@@ -86,7 +86,7 @@ NORMS_AND_SKIPPED = """
 
 
 @each_row("row", NORMS_AND_SKIPPED)
-def test_a_norm_is_judged_by_the_median_of_the_last_norms(row):
+def test_a_gradient_norm_is_compared_with_the_median_of_the_last_norms(row):
     norms, skipped = map(str.split, row)
     spikes = SpikeFilter(3.0, 32, torch.device("cpu"))
     judged = []
@@ -235,7 +235,7 @@ def break_a_weight(rank: int, world_size: int, kind: str) -> str:
 
 
 @each_row("kind, said", [("value", "the"), ("gradient", "the gradient of the")])
-def test_a_weight_or_its_gradient_is_named(pool, kind, said):
+def test_the_diagnosis_names_a_weight_that_is_not_finite_or_whose_gradient_is_not(pool, kind, said):
     for found in pool.run(break_a_weight, 2, kind):
         assert f": {said} weight layers.2.feed_forward.w1.weight" in found
         assert found.startswith("rank 1 (")

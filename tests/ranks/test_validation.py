@@ -131,7 +131,9 @@ def validate_in_one_process(folder: Path, starts: Sequence[int]) -> dict[str, fl
 
 
 @each_row("name", LAYOUTS, slow=("pp2 LoopedBFS", "pp2 InterleavedZeroBubble"))
-def test_every_layout_has_the_loss_of_one_process_on_all_held_out_documents(pool, folder, name):
+def test_every_layout_and_one_process_have_the_same_loss_on_all_held_out_documents(
+    pool, folder, name
+):
     n_tokens = open_validation(folder).n_tokens
     n_samples = math.ceil((n_tokens - 1) / SEQ_LEN)
     assert 0 < n_samples % compare.GLOBAL_BATCH_SIZE < 4, (
@@ -170,7 +172,7 @@ def validate_with_a_term_of_training(rank: int, world_size: int, keys: dict, fol
 
 
 @each_row("name", ["one rank", "pp2 Interleaved1F1B"])
-def test_validation_is_evaluation_and_measures_the_cross_entropy(pool, folder, name):
+def test_validation_runs_in_eval_mode_and_measures_only_the_cross_entropy(pool, folder, name):
     n_tokens = open_validation(folder).n_tokens
     expected = validate_in_one_process(folder, range(0, n_tokens - 1, SEQ_LEN))
     for found in pool.run(validate_with_a_term_of_training, *LAYOUTS[name], folder):
@@ -197,6 +199,6 @@ def count_gathered(rank: int, world_size: int, overrides: dict) -> list[int]:
 
 
 @each_row("name", ["dp2", "dp4 ZeRO-1", "pp2 x dp2 1F1B"])
-def test_weights_are_sharded_again_after_a_validation(pool, name):
+def test_parameters_are_sharded_again_after_a_validation(pool, name):
     for before, during, after in pool.run(count_gathered, *LAYOUTS[name]):
         assert before == 0 and during > 0 and after == 0

@@ -41,7 +41,7 @@ def test_contenders_take_turns_and_a_different_one_starts_each_round():
         assert turns.keys() == {"a", "b"}
 
 
-def test_a_ratio_compares_the_turns_of_one_round(monkeypatch, capsys):
+def test_a_ratio_compares_contenders_within_the_same_round(monkeypatch, capsys):
     # The machine slows down from round to round. A ratio of the median speeds would give the opposite result.
     rounds = []
     for trainer_s, loop_s in ((1.0, 2.0), (2.0, 1.0), (8.0, 4.0)):
@@ -81,7 +81,7 @@ def test_the_contenders_that_can_run_are_compared(has_transformers, monkeypatch,
     assert not dist.is_initialized()
 
 
-def test_contenders_that_compute_something_else_are_not_compared(monkeypatch, capsys):
+def test_contenders_are_not_compared_if_their_results_differ(monkeypatch, capsys):
     def build_optimizer(section, *args):
         faster = replace(section, lr=section.lr * 1.1)
         return optim.build_optimizer(faster, *args)

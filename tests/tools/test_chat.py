@@ -127,7 +127,7 @@ def encode(folder: Path, row: dict, **options: bool) -> tuple[list[int], list[in
 
 @each_row("talk", TALKS)
 @each_row("kind", TEMPLATES)
-def test_ids_are_those_of_transformers_and_targets_the_answers_in_the_text(kind, talk, make_folder):
+def test_ids_equal_those_of_transformers_and_the_targets_are_the_answers(kind, talk, make_folder):
     template, *by_talk = TEMPLATES[kind]
     expected = by_talk[list(TALKS).index(talk)]
     folder = make_folder(template)
@@ -162,7 +162,7 @@ def test_ids_are_those_of_transformers_and_targets_the_answers_in_the_text(kind,
     assert oracle.decode(trained) == "".join(turns)
 
 
-def test_the_date_of_a_template_is_fixed_and_named(make_folder, prepare):
+def test_a_template_always_gets_the_same_date_which_prepare_prints(make_folder, prepare):
     folder = make_folder("{{ strftime_now('%d %b %Y') }}" + CHATML)
     said = prepare([{"messages": EXCHANGE}], "--tokenizer", folder)
     assert "26 July 2024" in said
@@ -170,7 +170,7 @@ def test_the_date_of_a_template_is_fixed_and_named(make_folder, prepare):
     assert load_tokenizer(folder).decode(ids).startswith("26 Jul 2024")
 
 
-def test_a_first_message_of_the_assistant_is_an_answer(make_folder):
+def test_a_message_of_the_assistant_that_begins_a_conversation_is_a_target(make_folder):
     messages = [{"role": "assistant", "content": "Hello"}, *EXCHANGE]
     for folder in (make_folder(CHATML), SHIPPED):
         greeting, answer = encode(folder, {"messages": messages})[2]
@@ -254,7 +254,7 @@ IN_A_ROW = {
 
 
 @each_row("written", IN_A_ROW)
-def test_answers_in_a_row_may_be_written_differently(written, make_folder):
+def test_consecutive_answers_may_be_written_in_different_ways(written, make_folder):
     template = written.replace("LAST", LAST).replace("CONTENT", "{{ message.content }}")
     folder = make_folder(HEAD + template + TAIL)
     talk = [*EXCHANGE[:1], EXCHANGE[1] | {"content": "\n4"}, EXCHANGE[1] | {"content": "5"}]
@@ -263,7 +263,7 @@ def test_answers_in_a_row_may_be_written_differently(written, make_folder):
     assert ids == AutoTokenizer.from_pretrained(folder).apply_chat_template(talk)["input_ids"]
 
 
-def test_a_header_that_takes_white_space_is_no_target(make_folder):
+def test_white_space_that_a_header_token_strips_is_no_target(make_folder):
     """Phi-4-mini has such tokens."""
     folder = make_folder(
         "{% for message in messages %}<|im_start|>{{ message.content }}</s>{% endfor %}"
@@ -280,7 +280,7 @@ def test_a_header_that_takes_white_space_is_no_target(make_folder):
     assert load_tokenizer(folder).decode(trained) == "4</s>"
 
 
-def test_a_content_that_must_be_null_beside_tool_calls_is_null(make_folder):
+def test_the_content_of_a_message_with_tool_calls_is_null_if_the_template_needs_that(make_folder):
     """DeepSeek V3's template needs it."""
     folder = make_folder(
         HEAD + "{% if message.content is none %}{{ message.tool_calls | tojson }}"
@@ -290,7 +290,7 @@ def test_a_content_that_must_be_null_beside_tool_calls_is_null(make_folder):
     assert '"city": "Paris"' in call
 
 
-def test_a_conversation_of_empty_answers_is_refused_in_these_words(make_folder):
+def test_a_conversation_with_only_empty_answers_is_refused_with_this_message(make_folder):
     folder = make_folder(
         "{% for message in messages %}|{{ message.role }}|{{ message.content }}{% endfor %}"
         "{% if add_generation_prompt %}|assistant|{% endif %}"
@@ -300,7 +300,7 @@ def test_a_conversation_of_empty_answers_is_refused_in_these_words(make_folder):
         encode(folder, {"messages": talk})
 
 
-def test_weights_choose_among_the_answers_that_a_template_marks(make_folder):
+def test_message_weights_choose_targets_among_the_answers_that_a_template_marks(make_folder):
     """test_dialects.py tests weights and --only-last-turn for templates without generation marks."""
     folder = make_folder(TEMPLATES["marks on their own line"][0])
     first, last = encode(folder, MULTI)[2]
@@ -351,7 +351,7 @@ leaves out message 1's content => {{ message.content.value }}
 
 
 @each_row("line", UNCERTAIN.replace("\n    ", "").strip().splitlines())
-def test_answers_that_are_not_certain_are_refused(line, make_folder):
+def test_a_row_is_refused_if_the_template_hides_where_its_answers_are(line, make_folder):
     reason, template = line.split(" => ")
     folder = make_folder("{% for message in messages %}" + template + "{% endfor %}")
     arguments = {"a": 1, "b": [{"c": 2}]}

@@ -259,7 +259,7 @@ def read_row(line: str) -> tuple[list[str], list[str], int, Machine]:
     return args.split(), sorted(keys.split()), int(n_ranks), globals()["".join(machine) or "LAPTOP"]
 
 
-def test_exactly_what_cannot_run_is_refused_by_its_keys():
+def test_check_refuses_exactly_the_runs_that_cannot_work_and_names_their_keys():
     wrong = {}
     for line in REFUSED.replace("{LONG}", LONG).splitlines():
         if "|" in line:
@@ -363,7 +363,7 @@ NOTED = f"""
 
 
 @each_row("args, said", NOTED)
-def test_check_says_what_a_user_did_not_ask_for(args, said, empty_folder, run_tool):
+def test_check_prints_a_notice_about_what_a_user_may_not_expect(args, said, empty_folder, run_tool):
     write_tokenizer(empty_folder / "model")
     for name in ("config.json", "model.safetensors"):
         (empty_folder / "model" / name).touch()
@@ -428,7 +428,7 @@ ASYNC                                               | NGPU=2         | | paralle
 
 
 @each_row("args, variables, machine, answer", ANSWERS)
-def test_check_answers_for_this_host_and_for_a_run_elsewhere(
+def test_check_works_for_a_run_on_this_host_and_for_a_run_on_other_machines(
     args, variables, machine, answer, monkeypatch, capsys
 ):
     monkeypatch.setattr(
@@ -465,7 +465,7 @@ SHARES = f"""
 
 
 @each_row("args, n_ranks, share", SHARES)
-def test_replicas_do_not_share_memory_and_every_other_dim_does(args, n_ranks, share):
+def test_state_is_sharded_over_every_mesh_dim_except_replicas(args, n_ranks, share):
     args = ["--config", "llama3_8b", *args.split()]
     spec = resolve(args, machine=EIGHT_H100, n_ranks=int(n_ranks))
     bound = bound_memory(spec.config, spec.model_args, int(n_ranks), EIGHT_H100, 1)
@@ -512,7 +512,9 @@ VERSIONS = """
 
 
 @each_row("torch_version, is_fine", VERSIONS)
-def test_a_split_backward_needs_a_torch_that_repaired_it(torch_version, is_fine, monkeypatch):
+def test_a_split_backward_is_refused_on_torch_versions_without_the_fix(
+    torch_version, is_fine, monkeypatch
+):
     monkeypatch.setattr("torchtitan_lite.extensions.software.version", lambda name: torch_version)
     key = f"{P}pipeline_parallel_schedule"
     layout = [f"{PP}=2", "--training.local_batch_size=4"]

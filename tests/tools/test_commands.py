@@ -86,11 +86,11 @@ def check_command(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", list_shown(), ids=shorten)
-def test_a_command_that_is_shown_is_correct(command):
+def test_every_command_in_the_readmes_is_correct(command):
     check_command(command)
 
 
-def test_every_tool_is_shown():
+def test_every_tool_appears_in_a_command_of_the_readmes():
     assert {
         command.split()[3] for command in list_shown() if command.startswith("python3")
     } == TOOLS.keys() - {"train"}
@@ -224,7 +224,7 @@ def desk(export, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", list_shown(), ids=shorten)
-def test_a_command_that_is_shown_runs(desk, command):
+def test_every_command_in_the_readmes_runs(desk, command):
     more = TWO_STEPS if "run_train" in command else ""
     for part, arguments in MORE.items():
         if part in command:

@@ -48,7 +48,7 @@ def ours(tmp_path) -> Path:
     return tmp_path / "step-7"
 
 
-def test_the_dtype_of_the_source_is_kept_and_another_one_can_be_chosen(tmp_path, run):
+def test_convert_keeps_the_dtype_of_its_source_unless_a_dtype_is_given(tmp_path, run):
     weights = save_ours(tmp_path / "step-7", SMALL, dtype=torch.bfloat16)
     for dtype in ("bfloat16", "float32", "float16"):
         arguments = [] if dtype == "bfloat16" else ["--dtype", dtype]
@@ -68,7 +68,7 @@ def test_the_dtype_of_the_source_is_kept_and_another_one_can_be_chosen(tmp_path,
     )
 
 
-def test_one_file_is_in_memory(tmp_path, monkeypatch, run):
+def test_convert_holds_only_one_file_in_memory(tmp_path, monkeypatch, run):
     save_ours(tmp_path / "step-7", replace(SMALL, n_layers=30))
     monkeypatch.setattr("torchtitan_lite.tools.convert.MOST_FILE_BYTES", 100_000)
     with PeakMemory() as converting:
@@ -91,7 +91,9 @@ nothing | out | 2 | /nothing
 """
 
 
-def test_out_is_never_overwritten_and_a_folder_needs_no_conversion(ours, tmp_path, run):
+def test_convert_overwrites_nothing_and_refuses_a_hugging_face_folder_as_its_source(
+    ours, tmp_path, run
+):
     assert "no tokenizer was written" in run(ours, tmp_path / "hf")
     (tmp_path / "killed.tmp").mkdir()
     for source, out, status, named in read_lines(WRONG):
@@ -115,7 +117,7 @@ def test_a_model_that_no_family_has_is_not_exported(tmp_path, run):
     assert list_names(tmp_path) == {"step-7"}
 
 
-def test_a_full_disk_leaves_nothing_and_names_the_file(ours, tmp_path, run):
+def test_a_full_disk_causes_an_error_with_the_file_name_and_leaves_no_file(ours, tmp_path, run):
     with limit_files(100_000):
         said = run(ours, tmp_path / "out", status=1)
     assert "cannot be written" in said and "File too large" in said

@@ -252,7 +252,7 @@ FORMS = {  # usual kinds of files, all with the documents ROWS
 
 
 @each_row("name", FORMS)
-def test_rows_are_read_from_every_form_that_people_have(name, prepare_here):
+def test_rows_are_read_from_every_common_file_format(name, prepare_here):
     Path(name).write_bytes(FORMS[name])
     prepare_here(name, "--tokenizer=bytes", "--validation-share=0")
     assert list_texts(Path("out"), "train") == ROWS
@@ -432,7 +432,7 @@ def test_a_named_corpus_is_prepared_once_and_ranks_without_it_print_the_command(
     assert find_corpus("tiny", BYTES, cache, "in") != folder
 
 
-def test_c4_is_its_training_files_and_c4_validation_the_others():
+def test_dataset_c4_reads_the_training_files_and_c4_validation_the_validation_files():
     Path("c4/en").mkdir(parents=True)
     for name in ("train.00000-of-01024", "train.00001-of-01024", "validation.00000-of-00008"):
         write_rows(Path(f"c4/en/c4-{name}.json"), [f"{name} {n}" for n in range(40)])

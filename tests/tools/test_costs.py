@@ -246,7 +246,7 @@ def test_a_real_step_moves_what_was_forecast(pool, name):
 # ---------------------------------------------------------------- the dry run
 
 
-def test_a_gpu_makes_no_mask_of_the_sequence_and_keeps_no_steps_of_a_norm():
+def test_on_a_gpu_no_attention_mask_and_no_intermediate_of_a_norm_is_saved():
     keys = {**TWO_LAYERS, "training.seq_len": 512, BATCH: 1, MODE: "full", **DOCUMENTS}
     assert save_on_gpu(keys) > 512 * 512
     # For a bfloat16 norm a CPU keeps two tensors: x in fp32, and x divided by its rms, before the weight.

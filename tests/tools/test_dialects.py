@@ -289,7 +289,7 @@ def decode_targets(document: Document, folder: Path) -> str:
 
 
 @each_row("name", RIGHT)
-def test_a_row_is_written_as_transformers_does_and_what_is_not_used_is_counted(
+def test_ids_of_a_row_equal_those_of_transformers_and_unused_fields_are_counted(
     name, folder, encode
 ):
     case = DEFAULTS | RIGHT[name]
@@ -367,7 +367,7 @@ half a character | {"messages": [U(\ud83d), A(4)]} | surrogates not allowed
 
 
 @each_row("line", REFUSED.replace("\n    ", " ").strip().splitlines())
-def test_a_row_with_something_unknown_is_refused_by_its_name(line, encode):
+def test_a_row_with_an_unknown_field_or_value_is_refused_with_its_name(line, encode):
     _, row, *words = line.split(" | ")
     with pytest.raises(PreparationError) as error:
         encode(read_json(row))

@@ -54,7 +54,7 @@ def draw_layout(draw: random.Random) -> Reduction:
 
 @pytest.mark.slow
 @each_row("number", ONLY or range(N_LAYOUTS))
-def test_a_drawn_layout_is_certified(pool, tmp_path, number):
+def test_a_randomly_drawn_layout_is_certified(pool, tmp_path, number):
     reduction = draw_layout(random.Random(1000 * SEED + number))
     report = make_report("drawn", reduction, make_trials(reduction, pool.run, tmp_path))
     report["idle"] = []

@@ -251,7 +251,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_end_with_a_tool_that_is_killed(tmp_path):
+def test_workers_end_if_their_tool_is_killed(tmp_path):
     (tmp_path / "tool.py").write_text(WORKERS)
     tool = start_python(tmp_path / "tool.py")
     workers = [int(tool.stdout.readline()) for _ in range(2)]

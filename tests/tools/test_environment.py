@@ -102,7 +102,7 @@ def fill(environment: Path, packages: str) -> None:
         add_package(site, *package.split("-"))
 
 
-def test_requirements_are_read_as_toml_has_them_and_the_tested_versions_meet_them():
+def test_requirements_are_read_as_in_pyproject_toml_and_the_tested_versions_satisfy_them():
     project = load_toml(REPOSITORY / "pyproject.toml")["project"]
     extras = project["optional-dependencies"]
     named = {"dependencies": project["dependencies"], **extras}
@@ -216,7 +216,7 @@ NVIDIA B200, 183359, 570.10 | 570.10 580 Update
 
 
 @each_row("gpu, words", GPUS)
-def test_no_torch_is_installed_that_the_driver_or_the_gpu_cannot_run(checkout, gpu, words):
+def test_a_torch_that_the_driver_or_the_gpu_cannot_run_is_not_installed(checkout, gpu, words):
     checkout.write("pyproject.toml", NEEDS.replace("alpha", "torch"))
     checkout.write("stubs/nvidia-smi", f"#!/bin/sh\necho {gpu}\n")
     path = {"PATH": f"{checkout.root}/stubs:/usr/bin:/bin"}
@@ -228,7 +228,7 @@ def test_no_torch_is_installed_that_the_driver_or_the_gpu_cannot_run(checkout, g
 
 
 @each_row("received, by_run_train", [(signal.SIGINT, False), (signal.SIGTERM, True)])
-def test_a_signal_while_packages_are_installed_ends_pip_and_is_one_sentence(
+def test_a_signal_while_packages_are_installed_ends_pip_and_prints_one_sentence(
     checkout, received, by_run_train
 ):
     """bash does not forward signals to a process that it waits for."""

@@ -106,7 +106,7 @@ def test_bits_per_byte_count_the_bytes_of_the_text_itself(evaluate, export, text
     assert found["bits_per_byte"] == pytest.approx(bits / found["bytes"])
 
 
-def test_biases_choose_the_experts(evaluate, texts, tmp_path):
+def test_eval_chooses_experts_with_the_biases_of_the_checkpoint(evaluate, texts, tmp_path):
     args = resolve_model(Model(flavor="debug_moe", n_layers=2))
     model = build_ours(args)
     for _, moe in list_moes(model):
@@ -131,7 +131,7 @@ step-2 | rows.jsonl | 1 | rows with a column url, which is not used: 1
 """
 
 
-def test_wrong_input_is_refused_and_damaged_weights_have_no_figures(
+def test_wrong_input_is_refused_and_damaged_weights_give_no_figures(
     model, checkpoint, texts, tmp_path, run_tool
 ):
     (tmp_path / "ours").symlink_to(checkpoint)

@@ -75,7 +75,7 @@ def test_slices_in_words_and_in_a_picture_are_those_that_the_rank_holds(name):
             assert {int(first), int(last)} <= {*drawn.experts}
 
 
-def test_experts_are_explained_with_their_mesh_slices_and_exchange(run_tool):
+def test_explain_prints_the_mesh_slices_and_all_to_alls_of_an_moe_model(run_tool):
     args = "--config debug_moe_3d --gpus 16 --parallelism.data_parallel_shard_degree 4 "
     args += "--training.global_batch_size 16 --training.seq_len 32"
     printed = run_tool("explain", *args.split())
@@ -89,7 +89,7 @@ def test_experts_are_explained_with_their_mesh_slices_and_exchange(run_tool):
     assert "reduce-scatter over efsdp" in printed[printed.index("backward: ") :]
 
 
-def test_collectives_are_printed_in_order_and_equal_layers_once(run_tool):
+def test_collectives_are_printed_in_order_and_equal_layers_are_printed_once(run_tool):
     """Check also that torch still has the file and the functions of FSDP that meter.py finds on the stack."""
     args = "--config debug --gpus 4 --model.n_layers 2 --training.seq_len 32"
     printed = run_tool(*f"explain {args} --{TP} 2 --training.global_batch_size=-1".split())

@@ -142,7 +142,7 @@ def test_a_signal_to_a_host_that_still_waits_for_other_hosts_ends_all_hosts(star
 
 
 @pytest.mark.slow
-def test_a_lost_host_is_left_out_and_joins_again_with_the_losses_of_an_unbroken_run(
+def test_a_run_continues_without_a_lost_host_then_with_it_and_has_the_losses_of_an_unbroken_run(
     start_host, tmp_path
 ):
     elastic = {"NNODES": "2:3", "MAX_RESTARTS": "3"}
@@ -201,7 +201,7 @@ def test_a_single_slow_round_does_not_count():
     assert choose_fastest(rounds) == Measured("rank 0", 1e-3, 1e-3, 22)
 
 
-def test_pulse_measures_the_ranks_and_links_of_a_run(tmp_path):
+def test_pulse_measures_the_matmuls_and_collectives_of_each_rank(tmp_path):
     variables = {"TOOL": "pulse", "GLOO_SOCKET_IFNAME": "lo"}
     pulse = launch(tmp_path / "run", tmp_path, f"--{TP}=2", n_ranks=4, **variables)
     printed = finish(pulse, status=None)
@@ -314,7 +314,7 @@ def test_a_report_names_the_rank_that_the_others_wait_for_or_says_unknown(
         )
 
 
-def test_the_tool_hang_reads_the_files_of_the_last_start(tmp_path, run_tool):
+def test_the_tool_hang_reads_the_reports_of_the_last_start(tmp_path, run_tool):
     assert "no rank-*.json" in run_tool("hang", tmp_path, status=2)
     folder = tmp_path / "hang" / "restart-0"
     folder.mkdir(parents=True)
@@ -382,7 +382,7 @@ def open_watch(rank: int, world_size: int, folder: str) -> None:
     assert watch.find_phase() is Phase.FAILED
 
 
-def test_a_rank_that_waits_writes_a_report_and_a_rank_without_its_peer_ends(pool, tmp_path):
+def test_a_rank_that_waits_writes_a_report_and_a_rank_whose_peer_has_ended_ends(pool, tmp_path):
     pool.run(open_watch, 2, str(tmp_path))
     files = read_files(tmp_path / "hang" / "restart-0", "failed")
     assert list(files) == [0, 1]

@@ -216,7 +216,7 @@ def test_a_fork_is_checked_planned_and_explained(answers, name):
 
 
 @each_row("fork, tool, words, status, said", ENDS + SLOW_ENDS, slow=SLOW_ENDS)
-def test_a_fork_is_certified_or_refused_by_what_it_cannot_do(
+def test_a_fork_is_certified_or_the_refusal_names_what_it_does_not_support(
     answers, fork, tool, words, status, said
 ):
     ended, out, err = answers[f"{fork} {tool} {words}"]
@@ -241,7 +241,7 @@ def read_plan(answers: Answers, name: str) -> dict:
 
 
 @each_row("name", ["", "a window", *UNMODELED])
-def test_plan_names_what_it_does_not_know(answers, name):
+def test_plan_names_what_the_forecast_leaves_out(answers, name):
     unmodeled = read_plan(answers, name)["unmodeled"]
     if name in UNMODELED:
         assert UNMODELED[name] in unmodeled

@@ -150,7 +150,7 @@ def test_characters_are_shown_as_soon_as_their_last_byte_arrives(assets):
         assert "".join(shown[:n_tokens]) == so_far.decode(errors="ignore")
 
 
-def test_text_after_a_prompt_has_the_spaces_of_the_packages_decoder(tmp_path):
+def test_text_after_a_prompt_has_the_same_spaces_as_with_the_decoder_of_tokenizers(tmp_path):
     content = make_word_piece()
     oracle = HuggingFace.from_str(json.dumps(content))
     tokenizer = load_tokenizer(write(tmp_path, content))
@@ -186,13 +186,13 @@ def test_chat_encodes_a_message_as_transformers_does_and_stops_at_the_templates_
     assert read_chat_format(tokenizer).end == "<|eot_id|>"
 
 
-def test_without_chat_a_line_says_that_special_names_are_text(export, capsys):
+def test_without_chat_special_tokens_in_a_prompt_are_text_and_a_notice_says_so(export, capsys):
     for prompt, is_named in (("a<|eot_id|>b", True), ("ab", False)):
         assert main(["generate", str(export), "--prompt", prompt, "--max-new-tokens", "1"]) == 0
         assert ("<|eot_id|>" in capsys.readouterr().err) == is_named
 
 
-def test_a_conversation_on_a_terminal_answers_each_line_as_if_it_had_been_read_at_once(
+def test_a_conversation_gives_the_same_answers_as_a_single_prompt_with_all_its_messages(
     export, tokenizer, monkeypatch, capsys, run_tool
 ):
     lines = ["and then?", "Hi"]
@@ -221,7 +221,7 @@ def test_a_conversation_on_a_terminal_answers_each_line_as_if_it_had_been_read_a
 # ---------------------------------------------------------------- what is refused or has no effect
 
 
-def test_another_tokenizer_and_options_without_effect_are_named(export, capsys):
+def test_a_wrong_tokenizer_and_options_without_effect_cause_a_notice(export, capsys):
     given = ["generate", str(export), "--prompt", "a", "--max-new-tokens", "1"]
     for option, words in (
         ("--tokenizer=bytes", "bytes is not the tokenizer"),
@@ -264,7 +264,7 @@ def test_wrong_input_is_refused_before_weights_are_loaded(
         assert "has no row" in said
 
 
-def test_weights_that_diverged_end_with_status_1(model, tmp_path, run_tool):
+def test_generate_ends_with_status_1_if_the_weights_have_diverged(model, tmp_path, run_tool):
     nan = {"norm.weight": torch.full((128,), torch.nan)}
     path = save(tmp_path / "step-41", model.state_dict() | nan)
     assert "not finite" in run_tool("generate", str(path), "--prompt", "a", status=1)

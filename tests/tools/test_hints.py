@@ -186,7 +186,9 @@ train --config debug | ./run_train.sh --config debug \
 
 
 @each_row("line, here, elsewhere, installed", COMMANDS)
-def test_a_command_is_what_the_users_shell_runs(line, here, elsewhere, installed, monkeypatch):
+def test_a_printed_command_can_be_copied_into_the_users_shell(
+    line, here, elsewhere, installed, monkeypatch
+):
     assert name_command(line) == elsewhere
     monkeypatch.chdir(REPOSITORY)
     assert name_command(line) == here

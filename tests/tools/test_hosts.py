@@ -62,7 +62,9 @@ def meet_as_host(
 
 
 @each_row("n_hosts, settings, said", HOSTS)
-def test_hosts_meet_or_each_says_who_differs(pool, tmp_path, n_hosts, settings, said):
+def test_hosts_rendezvous_or_each_host_says_which_host_differs(
+    pool, tmp_path, n_hosts, settings, said
+):
     settings = settings.split(", ")
     said = said.split("; ")
     if len(said) == 1:
@@ -129,7 +131,9 @@ ENDINGS = """
 
 
 @each_row("endings, agreed", ENDINGS)
-def test_the_cause_on_another_host_wins_over_the_signal_on_this_one(monkeypatch, endings, agreed):
+def test_a_failure_on_another_host_is_reported_instead_of_the_signal_on_this_host(
+    monkeypatch, endings, agreed
+):
     monkeypatch.setattr(hosts, "END_WITHIN_S", 0.3)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.set(hosts.N_HOSTS, "2")
@@ -141,7 +145,7 @@ def test_the_cause_on_another_host_wins_over_the_signal_on_this_one(monkeypatch,
         assert f"{ending.status} {told}".strip() == agreed
 
 
-def test_a_signal_for_one_host_reaches_all_and_the_next_one_is_a_copy(monkeypatch):
+def test_a_signal_to_one_host_reaches_all_hosts_and_a_later_copy_of_it_is_ignored(monkeypatch):
     store = dist.HashStore()
     here, there = [Signals() for _ in range(2)]
     here.received.append(int(signal.SIGHUP))  # as Python calls handlers

@@ -61,7 +61,7 @@ def tool(site, tmp_path):
     return tool
 
 
-def test_the_wheel_holds_the_package_with_its_chapters_and_what_commands_read_beside_it(wheel):
+def test_the_wheel_contains_the_package_its_readmes_and_the_files_that_commands_read(wheel):
     with zipfile.ZipFile(wheel) as files:
         held = {name for name in files.namelist() if "dist-info" not in name}
     needed = {str(path.relative_to(REPOSITORY)) for path in OF_PACKAGE}

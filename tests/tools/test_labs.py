@@ -24,7 +24,7 @@ for lab in list_labs():
 JUDGED = [lab.number for lab in list_labs() if lab.judge]
 
 
-def test_a_learner_reads_the_names_of_the_questions_and_no_comments():
+def test_each_lab_shows_the_names_of_its_questions_and_no_comments():
     assert [lab.number for lab in list_labs()] == list(range(1, 11))
     assert JUDGED == [2, 3, 4, 6, 8]
     for lab in list_labs():
@@ -43,7 +43,9 @@ def test_the_files_of_a_lab_exist_and_its_training_would_start(lab, tmp_path, mo
 
 
 @each_row("number, name", QUESTIONS + DRY_RUNS, slow=DRY_RUNS)
-def test_an_answer_is_computed_and_judged(number, name, run_tool, monkeypatch):
+def test_the_right_answer_is_accepted_and_a_wrong_answer_is_refused(
+    number, name, run_tool, monkeypatch
+):
     answer = compute_answer(find_lab(number), name)
     monkeypatch.setattr(command, "compute_answer", lambda *_: answer)  # computed only once
     give = partial(run_tool, "lab", number, "answer", name)
@@ -75,7 +77,9 @@ def solve(lab: Lab, folder: Path) -> None:
 
 
 @each_row("number", JUDGED, fast=BY_DEFAULT)
-def test_unsolved_work_fails_its_judge_and_the_solution_passes(number, tmp_path, monkeypatch):
+def test_an_unsolved_exercise_is_refused_and_its_solution_is_accepted(
+    number, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert main(["lab", str(number), "start"]) == 0
     assert main(["lab", str(number), "check"]) == 1
@@ -83,5 +87,5 @@ def test_unsolved_work_fails_its_judge_and_the_solution_passes(number, tmp_path,
     assert main(["lab", str(number), "check"]) == 0
 
 
-def test_a_common_slip_gets_its_hint(run_tool):
+def test_a_common_mistake_in_an_answer_gets_a_hint(run_tool):
     assert "the 64 ranks" in run_tool(*"lab 1 answer state_70b 1051GiB".split(), status=1)

@@ -24,7 +24,7 @@ def test_every_cell_was_executed_without_an_error():
     assert float(difference[1]) < 1e-6
 
 
-def test_its_commands_exist():
+def test_every_command_in_the_notebook_exists():
     source = "".join("".join(cell["source"]) for cell in CODE)
     commands = re.findall(r'(?:python3 -m torchtitan_lite|./run_train.sh) [^"{]*', source)
     assert len(commands) >= 8

@@ -112,7 +112,7 @@ def unfold(cell) -> list[Action]:
 
 
 @each_row("schedule", SCHEDULES)
-def test_every_order_is_torchs_own_and_runs_to_its_end(schedule):
+def test_every_order_of_actions_equals_torchs_and_never_deadlocks(schedule):
     row = SCHEDULES[schedule]
     n_compared = 0
     most = row.most_stages_per_rank or 3
@@ -178,7 +178,7 @@ def test_bubbles_and_microbatches_in_flight_are_those_of_the_papers(row):
         assert tenths == [10 * int(n) for n in in_flight]
 
 
-def test_the_slowest_stage_and_the_sends_between_ranks_count():
+def test_simulated_times_include_the_slowest_stage_and_the_sends_between_ranks():
     """Computed by hand: GPipe, two stages, two microbatches. The second stage is slower, and a send takes 10:
     F0 0-1, F1 1-2 | stage 1: F0 11-13, F1 13-15, B0 15-22, B1 22-29 | stage 0: B0 32-35, B1 39-42."""
     seconds = {"0F": 1, "1F": 2, "0B": 3, "1B": 7}

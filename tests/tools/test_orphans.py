@@ -36,7 +36,7 @@ def check_that_all_end(dump_folder: Path) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_no_rank_lives_on_after_a_bare_torchrun_was_killed(letters, tmp_path):
+def test_no_rank_survives_if_torchrun_without_our_launcher_is_killed(letters, tmp_path):
     folder = tmp_path / "run"
     command = f"{sys.executable} -m torch.distributed.run --nproc-per-node=2 train.py"
     keys = [*letters, "--training.steps=5000", "--checkpoint.no_enable", "--validation.no_enable"]

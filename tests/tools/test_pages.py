@@ -39,7 +39,7 @@ def pages(tmp_path_factory):
     return {path.stem: path for path in folder.iterdir()}
 
 
-def test_a_page_is_small_needs_nothing_else_and_shows_64_ranks_at_most(pages):
+def test_a_page_is_small_loads_no_other_file_and_shows_64_ranks_at_most(pages):
     for name, path in pages.items():
         page = path.read_text(encoding="utf-8")
         assert not re.search(r"https?:|<script|<link|@import|url\(", page), name
@@ -50,7 +50,7 @@ def test_a_page_is_small_needs_nothing_else_and_shows_64_ranks_at_most(pages):
         )
 
 
-def test_a_page_has_the_figures_of_the_text(pages, run_tool):
+def test_a_page_has_the_same_figures_as_the_text_output(pages, run_tool):
     text = run_tool("plan", "--config", "llama3_405b", "--gpus", "16384")
     page = unescape(pages["llama3_405b"].read_text(encoding="utf-8"))
     for name, live, most in re.findall(
@@ -66,7 +66,7 @@ def test_a_page_has_the_figures_of_the_text(pages, run_tool):
     assert page.count("GiB in ") >= 6
 
 
-def test_the_walk_of_a_page_is_the_walk_of_the_chapter(pages):
+def test_the_page_of_explain_shows_the_slices_and_collectives_of_each_module(pages):
     page = pages["walk"].read_text(encoding="utf-8").replace("<wbr>", "")
     page = re.sub("<(?!tr|td)[^>]*>", " ", page)
     rows = re.findall(r"<tr><td> *<td>(\S+)([^<]*)<td>([^<]*)", page)

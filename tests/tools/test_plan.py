@@ -73,7 +73,7 @@ def test_a_plan_names_the_nodes_of_each_axis_and_ends_with_status_1_if_it_does_n
     )
 
 
-def test_a_dry_run_prints_the_plan_and_both_columns(run_tool):
+def test_a_dry_run_prints_the_plan_and_the_traffic_of_closed_form_and_dry_run(run_tool):
     args = f"plan --config debug --gpus 2 --{TP}=2 --dry-run --model.n_layers=2"
     args += f" --training.seq_len=32 --{GLOBAL_BATCH}=-1"
     plan, _, table = run_tool(*args.split()).partition("a step of ")
@@ -83,7 +83,7 @@ def test_a_dry_run_prints_the_plan_and_both_columns(run_tool):
     assert closed == dry
 
 
-def test_the_table_of_memory_has_the_fullest_rank():
+def test_the_memory_table_shows_the_fullest_rank():
     """In a V schedule, pp ranks 2 and 3 have equal stages, but the last rank has more microbatches in flight."""
     v_schedule = f"--{SCHEDULE}=ZBVZeroBubble --{MODE}=none --compile.no_enable"
     planned = read(f"llama3_8b 64 --{PP}=4 --{BATCH}=32 {v_schedule}")
@@ -113,7 +113,7 @@ STAGES = f"""
 
 
 @each_row("n_ranks, stage, args", STAGES)
-def test_zero_stage_follows_from_either_key_and_copies_no_gradients_without_a_shard(
+def test_zero_stage_follows_from_either_key_and_no_gradients_are_copied_if_nothing_is_sharded(
     n_ranks, stage, args
 ):
     """test_costs.py tests the number of collectives under each stage."""
@@ -139,7 +139,7 @@ def test_an_idle_pipeline_gets_the_number_of_microbatches_that_it_needs():
     assert read(f"debug_3d 8 --{GLOBAL_BATCH}={batch}")
 
 
-def test_programs_read_the_figures_of_a_plan(run_json):
+def test_with_json_plan_prints_its_figures_for_programs(run_json):
     args = "plan --config llama3_8b --gpus 8 --training.enable_cpu_offload --compile.backend eager"
     args += " --training.seed 3"
     figures = run_json(*args.split())
@@ -156,7 +156,7 @@ ONE_GPU = [(1, 1.28, False), (2, 1.02, True)]
 
 
 @each_row("stage, factor, fits", ONE_GPU)
-def test_one_gpu_has_the_reserve_of_this_trainer(stage, factor, fits):
+def test_on_one_gpu_the_plan_uses_the_reserved_memory_of_this_trainer(stage, factor, fits):
     planned = plan_run(["--config=llama3_8b_one_gpu", f"--{ZERO}={stage}"], 1, "h200")
     assert planned.taken_bytes == planned.memory.live * factor + 2**30
     assert planned.fits == fits and "no error bar" in describe_memory(planned)
@@ -175,7 +175,7 @@ COPIES = """
 
 
 @each_row("case, n_bytes", COPIES)
-def test_fsdp_copies_on_one_gpu(case, n_bytes):
+def test_the_time_of_fsdps_copies_on_one_gpu_is_forecast(case, n_bytes):
     stage, n, dtype = case.split()
     keys = f"--{ZERO}={stage} --{BATCH}=2 --{GLOBAL_BATCH}={2 * int(n)} --training.dtype={dtype}"
     planned = read(f"llama3_8b 1 {keys} --optimizer.moments_dtype={dtype}")
@@ -185,7 +185,7 @@ def test_fsdp_copies_on_one_gpu(case, n_bytes):
     assert read("llama3_8b 8").forecast.parts_s["copies of FSDP"] == 0
 
 
-def test_groups_over_nodes_get_a_degree_that_stays_inside():
+def test_a_warning_about_a_group_over_several_nodes_names_a_degree_that_fits_into_one_node():
     layout = read(f"llama3_70b 64 --{TP}=4").layout
     assert not warn_of_groups(layout, H100)
     for node_size in (2, 6):
@@ -195,7 +195,7 @@ def test_groups_over_nodes_get_a_degree_that_stays_inside():
     assert "expert_parallel_degree = 8" in warning
 
 
-def test_the_interval_of_saves_is_youngs_for_short_stalls_and_the_best_of_all():
+def test_the_suggested_save_interval_is_the_best_and_equals_youngs_formula_for_short_stalls():
     mtbf, restart, stall = 54 * 86400 / 419, 600.0, 10.0
     interval = find_interval(mtbf, stall)
     goodput = measure_goodput(interval, mtbf, restart, stall)
@@ -207,7 +207,7 @@ def test_the_interval_of_saves_is_youngs_for_short_stalls_and_the_best_of_all():
 # ---------------------------------------------------------------- by hand
 
 
-def test_fsdp_moves_what_the_parameters_weigh():
+def test_the_traffic_of_fsdp_follows_from_the_bytes_of_the_parameters():
     """Compare with a calculation by hand: 8B, 8 ranks, ZeRO 3, one microbatch. FSDP gathers every block twice,
     embedding and head once, in bf16, and reduces all gradients once in fp32. Each rank moves 7/8 of these bytes."""
     block, table, norm = 218_112_000, 128_256 * 4096, 4096
@@ -218,7 +218,7 @@ def test_fsdp_moves_what_the_parameters_weigh():
     assert moved["dp_shard", "reduce-scatter"] == (34, 4 * (32 * block + 2 * table + norm) * 7 / 8)
 
 
-def test_a_collective_takes_its_bytes_over_the_links_and_a_latency_for_each_hop():
+def test_the_time_of_a_collective_is_bytes_over_bandwidth_plus_a_latency_per_hop():
     model = read(f"llama3_8b 16 --{TP}=2").step_time
     assert model.collective_time("tp", 1e9) == pytest.approx(0.5e9 / 360e9 + 8.4e-6 + 3.4e-6)
     # Eight ranks with a stride of 2 are spread over two nodes, four in each, so each rank can use two NICs.
@@ -242,7 +242,7 @@ def test_keys_of_the_config_that_make_a_step_faster_are_read():
 # ---------------------------------------------------------------- worked examples
 
 
-def test_llama3_405b_on_16384_h100_and_its_128k_layout():
+def test_the_forecast_of_llama3_405b_on_16384_h100_agrees_with_the_paper_for_both_sequence_lengths():
     """The Llama 3 paper's table 4 has 400 and 380 TFLOP/s. The forecast agrees with these numbers within its error
     bar."""
     run = f"llama3_405b 16384 --{PP}=16 --{TP}=8 --{SCHEDULE}=Interleaved1F1B --{LAYERS}=1"
@@ -278,7 +278,7 @@ def test_experts_take_as_long_as_one_dense_matmul_and_a_router_hardly_any_time()
     assert router < experts
 
 
-def test_a_small_layer_takes_as_long_as_the_host_launches_its_kernels():
+def test_the_time_of_a_small_layer_is_the_time_in_which_the_host_launches_its_kernels():
     model = read("debug 1").step_time
     (kind,) = model.workload.kinds
     slow_host = StepTime(model.workload, replace(H100, host_s=1e-3))

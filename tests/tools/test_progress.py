@@ -13,7 +13,7 @@ from programs import run_python
 from torchtitan_lite.tools import progress
 
 
-def test_prepare_shows_a_line_within_two_seconds_of_its_start_on_a_terminal_only(tmp_path):
+def test_prepare_shows_its_progress_from_the_start_but_only_on_a_terminal(tmp_path):
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "a line of a text"}\n' * 20_000)
     command = f"-m torchtitan_lite prepare {texts} --tokenizer bytes --out {tmp_path}/out".split()

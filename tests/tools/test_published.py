@@ -16,7 +16,7 @@ def gpt_block(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_bars_in_code_hold_the_share_of_unseen_runs_that_they_promise():
+def test_the_error_bars_in_the_code_contain_the_promised_fraction_of_held_out_runs():
     groups = published.find_unseen(published.read_rows())
     for name, unseen in groups.items():
         bar = published.make_bar(unseen)
@@ -48,7 +48,7 @@ def test_the_bars_in_code_hold_the_share_of_unseen_runs_that_they_promise():
         assert not row.is_eager_tp or abs(exp(error) - 1) < 0.155
 
 
-def test_terms_of_other_trainers_equal_the_measurements_that_they_cite():
+def test_forecast_terms_equal_the_measurements_that_they_cite():
     """Compare two terms with measurements: the time of a backward that adds rows one by one (B200 and Hopper), and the
     largest load of a rank (of 8 and 2 ranks) or of an expert (of 8 experts)."""
     for gpu, n_rows, dim, seconds in [

@@ -24,7 +24,7 @@ each_page = pytest.mark.parametrize(
 
 
 @each_page
-def test_what_a_page_names_exists(page):
+def test_paths_configs_and_keys_in_every_readme_exist(page):
     text = page.read_text(encoding="utf-8")
     folders = [REPOSITORY, PACKAGE, page.parent, PACKAGE / "tools", *PACKAGE.glob("*/")]
     paths = [named or linked for named, linked in PATH.findall(text)]
@@ -35,14 +35,14 @@ def test_what_a_page_names_exists(page):
 
 
 @each_page
-def test_rows_of_a_table_have_the_cells_of_its_header(page):
+def test_every_row_of_a_table_has_as_many_cells_as_its_header(page):
     text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for block in re.findall(r"^\|.*?(?:\n\n|\Z)", text, re.DOTALL | re.MULTILINE):
         rows = block.strip().split("\n")
         assert {row.count("|") for row in rows} == {rows[0].count("|")}, block
 
 
-def test_the_chapter_counts_the_layouts_that_the_table_of_combinations_counts():
+def test_the_readme_and_the_table_of_combinations_have_the_same_number_of_layouts():
     chapter = (PACKAGE / "parallel/README.md").read_text(encoding="utf-8")
     (counts,) = re.findall(r"trains (\d+) of these layouts, and `\S+ --all` (\d+) more", chapter)
     assert [int(count) for count in counts] == [len(FAST), len(LAYOUTS) - len(FAST)]

@@ -148,7 +148,7 @@ NEAR=2 | nodes | [1, 1]
 
 
 @each_row("args, relation, value", KEPT)
-def test_a_relation_between_sizes_is_kept(args, relation, value):
+def test_a_reduced_config_keeps_the_relations_between_sizes(args, relation, value):
     for word in ("INTERLEAVED", *ARGS):
         args = args.replace(word, ARGS[word])
     reduction = reduce_config(read(*args.split()), 8)
@@ -166,7 +166,7 @@ def test_a_config_whose_real_run_cannot_start_is_refused():
 
 
 @each_row("name", CONFIGS)
-def test_each_small_run_keeps_the_layout_and_the_deep_one_is_deep_long_and_far(name):
+def test_each_reduced_run_keeps_the_layout_and_the_deep_run_has_many_layers_and_tokens(name):
     config = read(name)
     if name == "mixtral_8x22b":
         config = override(config, {"parallelism.data_parallel_replicate_degree": 2, TP: 2, EP: 4})

@@ -69,12 +69,12 @@ def read_curve(page: str, name: str) -> dict[int, float]:
 
 
 @each_row("field", FIELDS)
-def test_curves_have_the_figures_of_the_records(page, folder, field):
+def test_curves_show_the_numbers_of_the_records(page, folder, field):
     expected = read_losses(folder, field)
     assert read_curve(page, f"a run, {field}") == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_load_of_experts_is_that_of_the_records(page, folder):
+def test_the_plot_of_expert_load_has_the_numbers_of_the_records(page, folder):
     for step, layers in read_losses(folder, "expert_loads").items():
         for layer, load in enumerate(layers):
             curve = read_curve(page, f"layer {layer}")
@@ -82,7 +82,7 @@ def test_the_load_of_experts_is_that_of_the_records(page, folder):
             assert curve[step] == pytest.approx(max(load) / mean, abs=1e-4)
 
 
-def test_the_page_begins_with_sentences(page, folder, run):
+def test_the_page_begins_with_a_summary_in_sentences(page, folder, run):
     what, how, end, _, command_line = summarize(run)
     losses = read_losses(folder)
     assert "from random weights" in what
@@ -109,13 +109,13 @@ def test_a_loss_that_is_not_finite_stands_out(folder, tmp_path, loss):
         assert "the loss is NaN or infinite at step 7" in (run / "report.html").read_text()
 
 
-def test_starts_saves_and_stops_are_marked_in_every_plot(page):
+def test_every_plot_marks_starts_saves_and_stops(page):
     marks = [title for title in list_titles(page) if title.startswith("a run: ")]
     kinds = [mark.removeprefix("a run: ") for mark in marks]
     assert kinds == ["save", "stop", "start", "save", "stop"] * 5
 
 
-def test_a_large_bubble_has_a_remedy(run):
+def test_a_remedy_is_printed_for_a_large_bubble(run):
     actions = {(event.rank, event.action) for event in run.pipeline.events}
     assert len(actions) == 2 * 2 * 4  # ranks, forward and backward, microbatches
     assert run.pipeline.bubble > 0.15
@@ -132,7 +132,7 @@ def test_a_spike_of_the_gradient_norm_stands_out(run, monkeypatch):
     assert remarks[0].endswith("whose median is 10 (1 record, the highest 61 by step 20)")
 
 
-def test_parts_of_a_step_add_up_and_name_their_axes(folder, run):
+def test_parts_of_a_step_add_up_to_its_time_and_name_their_axes(folder, run):
     assert [trace.rank for trace in run.traces] == [0, 1, 2, 3]
     for trace in run.traces:
         path = folder / f"traces/step-6/rank-{trace.rank}.json"
@@ -194,7 +194,7 @@ FOREIGN = {"name": "AdEMAMix", "attention": "sliding", "decay_type": "wsd"}
 
 
 @each_row("key", FOREIGN)
-def test_a_run_of_a_fork_is_shown_without_a_forecast(folder, tmp_path, key):
+def test_the_report_of_a_run_of_a_fork_has_no_forecast(folder, tmp_path, key):
     run = copy_run(folder, tmp_path / "fork", **{key: f'"{FOREIGN[key]}"'})
     assert write(run) == 0
     page = (run / "report.html").read_text(encoding="utf-8")
@@ -257,7 +257,7 @@ def test_a_file_of_a_run_that_is_not_complete_or_has_a_wrong_value_is_named(
         write(run)
 
 
-def test_the_page_fetches_nothing(page):
+def test_the_page_loads_no_other_file(page):
     assert not re.search(r"https?:|<script|<link|@import|url\(", page)
     assert len(page) < 2_000_000
 
@@ -267,7 +267,7 @@ def record(name: str, start_s: int, end_s: int, kind="kernel", thread=7, **args)
     return event | {"ts": 1e6 * start_s, "dur": 1e6 * (end_s - start_s)}
 
 
-def test_in_a_trace_of_gpus_communication_is_hidden_while_kernels_compute(tmp_path):
+def test_in_a_gpu_trace_communication_that_overlaps_with_compute_is_not_exposed(tmp_path):
     group = {"Process Group Name": "2"}
     events = [
         record("ProfilerStep#9", 0, 10, kind="user_annotation", thread=1),
@@ -289,7 +289,7 @@ def test_in_a_trace_of_gpus_communication_is_hidden_while_kernels_compute(tmp_pa
     assert read.calls == [TracedCall("tp", 3, 6, "ncclDevKernel_AllGather", exposed=2)]
 
 
-def test_ticks_are_few_and_round_and_spikes_stay():
+def test_a_plot_has_few_round_ticks_and_thinning_keeps_spikes():
     assert choose_ticks(3.78, 8.24) == [4, 6, 8]
     assert choose_ticks(0, 0.004) == pytest.approx([0, 0.001, 0.002, 0.003, 0.004])
     points = [(step, step / 1e6) for step in range(10_000)]

@@ -140,6 +140,6 @@ def test_a_script_that_cannot_start_prints_the_reason(checkout):
     assert not checkout.calls()
 
 
-def test_in_a_slurm_allocation_nnodes_1_keeps_it_on_this_node(checkout):
+def test_in_a_slurm_allocation_nnodes_1_keeps_the_run_on_this_node(checkout):
     assert checkout.run(**NODES, NNODES="1").returncode == 0
     assert len(checkout.calls()) == 1

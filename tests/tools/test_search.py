@@ -41,7 +41,7 @@ def list_8b(cluster: Cluster = H100) -> list[PlannedRun]:
 MESHES = itertools.product((1, 2, 4, 8), [1], *[(1, 2, 4, 8)] * 3)
 
 
-def test_a_search_has_every_kind_of_layout_once_and_check_accepts_each():
+def test_a_search_tries_every_kind_of_layout_once_and_check_accepts_each_layout():
     candidates = list_8b(replace(H100, memory_bytes=1e15))
     keys = {(str(planned), str(planned.config)) for planned in candidates}
     assert len(keys) == len(candidates) > 1000
@@ -63,7 +63,7 @@ def test_a_search_has_every_kind_of_layout_once_and_check_accepts_each():
         assert planned.layout.global_batch_size == 16
 
 
-def test_the_fullest_rank_of_every_layout_is_found():
+def test_the_memory_of_a_layout_is_that_of_its_fullest_rank():
     for planned in list_8b():
         w = planned.workload
         peaks = [RankMemory(w).estimate(rank).live for rank in range(w.layout.pp)]
@@ -73,7 +73,7 @@ def test_the_fullest_rank_of_every_layout_is_found():
         assert alone.step_time.lower_bound_s == planned.step_time.lower_bound_s
 
 
-def test_a_search_of_experts_has_every_degree_and_a_slower_layout_has_causes_above_zero():
+def test_a_search_for_an_moe_model_tries_every_ep_and_explains_why_a_layout_is_slower():
     config, model_args = read("debug_moe", "--training.global_batch_size 8")
     candidates = list(list_candidates(config, model_args, 8, H100))
     degrees = {f"{each.layout.pp}x{each.layout.ep}" for each in candidates}
@@ -83,7 +83,7 @@ def test_a_search_of_experts_has_every_degree_and_a_slower_layout_has_causes_abo
     assert ": compute +" in told and "+0.00" not in told
 
 
-def test_the_ten_best_are_those_that_simulating_all_would_give():
+def test_the_search_finds_the_same_ten_best_layouts_as_a_simulation_of_all():
     fitting = list_8b()
     best = rank_layouts(fitting)
     simulated = [each.forecast.step_time_s for each in fitting]
@@ -95,7 +95,9 @@ def test_the_ten_best_are_those_that_simulating_all_would_give():
         assert all(seconds >= -1e-9 for seconds in expected.parts_s.values())
 
 
-def test_the_report_names_the_winner_which_reads_back(tmp_path, run_tool):
+def test_the_report_of_a_search_names_the_best_layout_and_its_toml_gives_this_layout(
+    tmp_path, run_tool
+):
     file = tmp_path / "winner.toml"
     args = f"plan --search --config llama3_8b --gpus 8 --toml {file}"
     printed = run_tool(*args.split(), "--training.global_batch_size=16")
@@ -116,7 +118,9 @@ llama3_405b 512 | --training.global_batch_size 128 | x tp4,  # FSDP and tp insid
 
 
 @each_row("run, arguments, words", PRACTICE, fast=read_lines(PRACTICE)[1:2])
-def test_a_search_gives_what_practitioners_run(run, arguments, words):
+def test_a_search_finds_the_published_layout_and_the_shipped_layout_is_nearly_as_fast(
+    run, arguments, words
+):
     """The best commonly published layout contains `words`. A step of the shipped layout takes at most 10 % longer than
     a step of this layout."""
     name, n_gpus = run.split()

@@ -33,7 +33,7 @@ ENDS_AT_S = {  # phase of the run -> when the process ends
 
 
 @each_row("phase", ENDS_AT_S)
-def test_a_signal_does_what_the_phase_of_the_run_says(monkeypatch, phase):
+def test_the_effect_of_a_signal_depends_on_the_phase_of_the_run(monkeypatch, phase):
     request = StopFlag()
     request.follow(lambda: phase)
     monkeypatch.setattr(request, "end", Mock(side_effect=SystemExit))
@@ -60,7 +60,7 @@ def test_a_signal_in_the_first_step_ends_the_process():
     assert err.count("\n") == 1 and "SIGINT" in err
 
 
-def test_the_first_ending_of_a_rank_counts_and_one_rank_per_host_reports_a_signal(
+def test_a_rank_reports_only_its_first_ending_and_one_rank_of_a_host_reports_a_signal(
     tmp_path, monkeypatch
 ):
     said = []
@@ -87,7 +87,7 @@ ONCE = """
 
 
 @each_row("once, in_file, added", ONCE)
-def test_the_command_that_continues_neither_starts_over_nor_goes_back(
+def test_the_printed_command_continues_the_run_from_its_last_step(
     tmp_path, monkeypatch, once, in_file, added
 ):
     monkeypatch.setenv("NGPU", "8")

@@ -140,13 +140,13 @@ def test_on_one_node_the_launcher_gets_the_signal_and_only_the_limit_queues_the_
     assert ("saved no step" in said) == (received == "SIGUSR1" and not saved)
 
 
-def test_a_refused_config_on_two_nodes_is_status_2_although_slurm_ends_the_later_node(cluster):
+def test_a_refused_config_on_two_nodes_gives_status_2_although_slurm_kills_one_node(cluster):
     job = cluster.start("--training.no_such_key=1", LATE_S="2")
     output = finish(job, status=2)
     assert output.count("training.no_such_key") >= 2 and "Traceback" not in output
 
 
-def test_outside_the_checkout_the_status_is_a_number(cluster, tmp_path):
+def test_a_wrong_repository_path_ends_the_job_with_status_127(cluster, tmp_path):
     job = cluster.start(REPOSITORY=str(tmp_path), SLURM_JOB_NUM_NODES="1")
     output = finish(job, status=127)
     assert "run_train.sh: No such file" in output

@@ -250,7 +250,7 @@ def fail(rank: int, world_size: int) -> None:
         (fail, 60, "wrong", "crash: ValueError: no room"),
     ],
 )
-def test_ranks_that_raise_are_a_fault_and_ranks_without_an_answer_are_not(
+def test_an_exception_in_a_rank_is_a_fault_and_a_rank_that_does_not_answer_is_not(
     function, timeout_s, verdict, text
 ):
     with RankPool() as own_pool:
