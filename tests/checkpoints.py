@@ -71,7 +71,7 @@ def list_state(run: build.Run) -> dict[str, Tensor]:
 
 
 def copy_state(run: build.Run) -> dict[str, Tensor]:
-    """Copy the tensors that `list_state` returns, as this rank's local shards."""
+    """Return copies of this rank's local shards of the tensors in `list_state`."""
     return {name: compare.local(tensor).clone() for name, tensor in list_state(run).items()}
 
 

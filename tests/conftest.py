@@ -50,7 +50,7 @@ def run_training(pool):
     """Return a function that runs train.py on ranks of the pool, checks the status, and returns what rank 0 prints.
 
     `stop_at`: send SIGTERM before step number `stop_at` of this start (1 is the first). 0: train to the end.
-    `inside`: a context manager for every rank. It must be possible to pickle it.
+    `inside`: a function that returns the context manager of a rank, and can be pickled.
     """
 
     def run(

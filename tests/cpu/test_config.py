@@ -160,7 +160,7 @@ def test_every_number_has_limits(text):
 
 
 def test_a_text_that_is_not_utf_8_is_refused(monkeypatch):
-    """If the command line contains a Latin-1 byte, Python replaces the byte by a surrogate. A text with a surrogate
+    """If the command line contains a Latin-1 byte, Python replaces the byte with a surrogate. A text with a surrogate
     could not be written to config.toml."""
     monkeypatch.setenv("FOLDER", "caf\udce9")
     for key in ("job.dump_folder", "job.description", "checkpoint.folder", "job.config_file"):

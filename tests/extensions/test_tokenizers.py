@@ -237,8 +237,8 @@ def test_added_tokens_are_found_where_the_package_finds_them(kind, case, tmp_pat
     compare(tmp_path, add_tokens(kind, case), [*TEXTS, *draw_texts(TRICKY)])
 
 
-# change to a trained BPE, after which it is read by the package tokenizers, not by tiktoken: merges that are appended,
-# or a different change | ignore_merges
+# change to a trained BPE (often an appended merge), so that it needs the package tokenizers instead of tiktoken |
+# ignore_merges
 MERGES = """
 crossed | false   # a word that other merges take apart
 crossed | true    # the same, looked up whole

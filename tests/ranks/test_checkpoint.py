@@ -166,7 +166,7 @@ def test_checkpoint_files_store_each_element_once_pass_sha256sum_and_have_normal
 
 
 def rewrite_in_format_3(checkpoint: Path) -> None:
-    """Replace the manifest by one of format 3, which has a list of slices for each tensor."""
+    """Replace the manifest with a manifest of format 3, which has a list of slices for each tensor."""
     manifest = load_json(checkpoint / "manifest.json")
     slices = defaultdict(list)
     for path in sorted(checkpoint.glob("*.safetensors")):

@@ -189,7 +189,7 @@ def change_format(path: Path) -> None:
 
 
 def replace_by_folder(path: Path) -> None:
-    """Replace a file by a folder. Then every read fails, even for root."""
+    """Replace a file with a folder. Then every read fails, even for root."""
     path.unlink()
     path.mkdir()
 

@@ -170,7 +170,7 @@ def train_in_transformers(
     run = resolve(["--config=debug", *keys], machine=LAPTOP, n_ranks=1)
     data = open_data(run.config, run.model_args, run.layout, run.tokenizer)
     theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    # with a pad token, its row would have no gradient
+    # with a padding_idx, the embedding row of this token would have no gradient
     theirs.model.embed_tokens.padding_idx = None
     section = run.config.optimizer
     betas = (section.beta1, section.beta2)

@@ -1,4 +1,5 @@
-"""Test every layout: it computes the same as the single-device model. Layouts that `check` refuses really fail."""
+"""Test every layout: it computes the same as the single-device model. Layouts that `check` refuses fail if they run
+anyway."""
 
 from functools import partial
 from unittest.mock import patch
@@ -26,8 +27,8 @@ from torchtitan_lite.tools.verify.plain import STEPS
 from torchtitan_lite.tools.verify.trial import make_trial, try_precision
 
 ROUNDED = {"bfloat16": BFLOAT16_LAYOUTS, "float8": FLOAT8_LAYOUTS}
-# Rows that are tested by default. Together with the certificate in test_verify.py (bfloat16 on dp2), they cover every
-# feature of the slow rows.
+# Rows that are tested by default. These rows and the certificate in test_verify.py (bfloat16 on dp2) together cover
+# every feature of the slow rows.
 FAST_ROUNDED = read_lines("""
 bfloat16 | dp2 x tp2 many chunks
 bfloat16 | pp2

@@ -115,7 +115,7 @@ def run_formula(rank: int, world_size: int, name: str, chunk_tokens: int) -> lis
     """Worker: return the errors of loss, gradient of hidden and gradient of weight on a tp rank."""
     name, _, vocab_size = name.partition(" of ")
     weight, hidden, *others = make_case(vocab_size=int(vocab_size or VOCAB))
-    # logits up to 1e5, and others up to 1e-3; exp(89) is more than fp32 holds
+    # some logits are up to 1e5, and others up to 1e-3; exp(89) overflows in fp32
     if name.startswith(LARGE):
         hidden *= torch.tensor([1e-4, 1.0, 1e4])[:, None, None]
         name = name.removeprefix(LARGE)

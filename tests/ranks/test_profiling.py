@@ -13,7 +13,7 @@ from torchtitan_lite.components.diagnosis import explain_out_of_memory
 from torchtitan_lite.components.profiling import profile_steps
 from torchtitan_lite.config.schema import Profiling
 
-# torch warns about this at the end of the first period. Events are cleared on purpose.
+# At the end of the first period, torch warns that the profiler clears its events. They are cleared on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
 
 

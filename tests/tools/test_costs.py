@@ -215,7 +215,7 @@ def count_real_step(rank: int, world_size: int, keys: dict) -> tuple[dict, dict]
 
 
 def join_reductions(traffic: dict[tuple, Moved]) -> dict[tuple, Moved]:
-    """Count all-to-alls as reduce-scatters, because with gloo, exchange.py replaces each reduce-scatter by an
+    """Count all-to-alls as reduce-scatters, because with gloo, exchange.py replaces each reduce-scatter with an
     all-to-all of the same size."""
     names = {"all-to-all": "reduce-scatter"}
     calls = [((axis, names.get(name, name)), *moved) for (axis, name), moved in traffic.items()]
@@ -233,7 +233,7 @@ experts, pp2 x tp2, ep2 | 4 | PP=2 TP=2 EP=2 EXPERTS HEAD_NORMS
 """)
 
 
-# These rows are slow. The default rows and the dry runs above cover every feature of them.
+# These rows are slow. The default rows and the dry runs above together cover every feature of the slow rows.
 HELD = ("pp2 x tp2", "dp2 x tp2", "hsdp2x2, float8", "experts, dp2 x tp2, ep4")
 
 
@@ -249,7 +249,8 @@ def test_a_real_step_moves_what_was_forecast(pool, name):
 def test_on_a_gpu_no_attention_mask_and_no_intermediate_of_a_norm_is_saved():
     keys = {**TWO_LAYERS, "training.seq_len": 512, BATCH: 1, MODE: "full", **DOCUMENTS}
     assert save_on_gpu(keys) > 512 * 512
-    # For a bfloat16 norm a CPU keeps two tensors: x in fp32, and x divided by its rms, before the weight.
+    # For a bfloat16 norm, a CPU saves two tensors: x in fp32, and x divided by its rms (before the multiplication with
+    # the weight).
     keys = {**MODEL, BATCH: 8, MODE: "none", DTYPE: "bfloat16"}
     model_args = make(1, keys).model_args
     n_norms = 2 * model_args.n_layers + 1

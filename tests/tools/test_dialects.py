@@ -18,7 +18,8 @@ from transformers import AutoTokenizer
 from torchtitan_lite.tools.corpora.prepare import Document, PrepareSettings, encode_row
 from torchtitan_lite.tools.corpora.text_files import PreparationError, Row, read_file
 
-# This template reads tools, tool calls, tool_call_id, thoughts, a date, and a switch. It fails without messages.
+# This template reads tools, tool calls, tool_call_id, thoughts, a date, and the switch enable_thinking. It fails
+# without messages.
 TEMPLATE = (
     "{% if messages[0].role != 'system' %}{{ date_string }}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}"
     "{% if enable_thinking is false %}/no_think\n{% endif %}"

@@ -101,7 +101,7 @@ a rank is killed | if rank == '1': \
 ENDINGS = {row[0]: row[1:] for row in read_lines(re.sub(r" *\\\n +", " ", ENDINGS))}
 
 
-SHOWN = {  # what is shown of the rank that failed first; nothing is shown of other ranks
+SHOWN = {  # text that is printed for the rank that failed first; nothing is printed for other ranks
     "SIGTERM, and the peer of a failed rank ends first": "OSError: disk full",
     "SIGTERM, and the save fails": "OSError: disk full",
     "a rank raises, and its peer loses it": "OSError: no disk 7",

@@ -49,8 +49,8 @@ def test_the_error_bars_in_the_code_contain_the_promised_fraction_of_held_out_ru
 
 
 def test_forecast_terms_equal_the_measurements_that_they_cite():
-    """Compare two terms with measurements: the time of a backward that adds rows one by one (B200 and Hopper), and the
-    largest load of a rank (of 8 and 2 ranks) or of an expert (of 8 experts)."""
+    """Compare two terms of the forecast with measurements. The first term is the time to add rows one by one in
+    backward, on B200 and Hopper. The second term is the largest load of a rank or an expert."""
     for gpu, n_rows, dim, seconds in [
         ("b200", 196608, 2048, 1.85e-3),
         ("h100", 65536, 4096, 2.65e-3),

@@ -24,7 +24,7 @@ with open(os.environ["CALLS"], "a") as calls:
     print(json.dumps(call), file=calls)
 sys.exit(int(os.environ.get("STATUS", "0")))
 """
-# files that are not replaced by stubs
+# files that are not replaced with stubs
 REAL = """
 run_train.sh torchtitan_lite/__init__.py torchtitan_lite/components/signals.py torchtitan_lite/config/machine.py
 torchtitan_lite/tools/detect.py torchtitan_lite/tools/environment.py torchtitan_lite/faults/processes.py
