@@ -1,4 +1,4 @@
-"""The small model of the layout table, and functions that compare its layouts with one process, by `verify`'s code."""
+"""Define the small model of the layout table, and compare its layouts with one process by the code of `verify`."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Files and folders that tests read and write."""
+"""Read and write files and folders for tests."""
 
 import json
 import shutil

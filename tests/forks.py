@@ -1,4 +1,4 @@
-"""Forks: the rows and files that a user adds for a change. test_forks.py runs the tools on each of them.
+"""Define forks: the rows and files that a user adds for a change. test_forks.py runs the tools on each fork.
 
 A fork consists of table rows and new files. Each row is inserted below the line that opens its table. A single checkout
 contains all forks, because no row depends on a row of a different fork.

@@ -1,4 +1,4 @@
-"""Corpora that tests write token by token."""
+"""Write corpora token by token."""
 
 from array import array
 from collections.abc import Sequence

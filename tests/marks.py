@@ -1,4 +1,4 @@
-"""Marks for the rows of a table. Rows marked slow run only with `tests/run.sh --all`."""
+"""Turn the rows of a table into marked pytest parameters. Slow rows run only with `tests/run.sh --all`."""
 
 from collections.abc import Collection, Iterable
 from functools import partial

@@ -1,4 +1,5 @@
-"""Measure the memory of a step with real tensors, by torch's allocator; test_costs.py compares it with the dry run.
+"""Measure the memory of a step with real tensors, by torch's allocator. test_costs.py compares the result with the dry
+run.
 
 Only one thread computes, because a kernel's scratch memory grows with the number of threads and is not in the plan.
 

@@ -1,4 +1,5 @@
-"""Dispatch modes that see every operator, also those inside the operators of context parallel."""
+"""Define dispatch modes that see every operator, including operators that context parallel calls inside its own
+operators."""
 
 import weakref
 from collections.abc import Sequence

@@ -1,4 +1,5 @@
-"""The plan of a checkpoint: slices that format.py computes are the shards of DTensors. See also test_checkpoint.py."""
+"""Test the plan of a checkpoint: the slices that format.py computes are the shards of DTensors. See also
+test_checkpoint.py."""
 
 from layouts import LAYOUTS
 from marks import each_row

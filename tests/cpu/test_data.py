@@ -1,5 +1,5 @@
-"""Batches from corpora: every layout has the same global batch, every token except the first of a document is a target
-once per epoch, and data is read ahead."""
+"""Test batches from corpora: every layout has the same global batch, every token except the first of a document is a
+target once per epoch, and batches are read ahead."""
 
 import itertools
 import os

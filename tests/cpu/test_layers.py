@@ -1,5 +1,5 @@
-"""The layers of the code: files import only from lower layers, only `__main__` imports tools, and no function
-imports."""
+"""Test the layers of the code: files import only from lower layers, only `__main__` imports tools, and no import is
+inside a function."""
 
 import ast
 import re

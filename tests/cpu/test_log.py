@@ -1,4 +1,4 @@
-"""Log lines: which rank writes which lines to the console and to the file."""
+"""Test which rank writes which log lines to the console and to the file."""
 
 import logging
 import sys

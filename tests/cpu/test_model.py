@@ -1,4 +1,4 @@
-"""Parts of the single-device model. test_hugging_face.py compares whole models with transformers'."""
+"""Test parts of the single-device model. test_hugging_face.py compares whole models with transformers'."""
 
 import json
 from dataclasses import asdict, replace

@@ -1,4 +1,5 @@
-"""[[optimizer.groups]]: reading the tables, the parameters of each group, and updates equal to torch's optimizers.
+"""Test [[optimizer.groups]]: how the tables are read, which parameters each group has, and that updates equal those of
+torch's optimizers.
 
 tests/layouts.py has layouts with groups.
 """

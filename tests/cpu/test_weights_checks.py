@@ -1,4 +1,4 @@
-"""Checks before torch is imported: the weights that a run starts from or exports, and the tokenizer of these
+"""Test the checks before torch is imported: the weights that a run starts from or exports, and the tokenizer of these
 weights."""
 
 import json

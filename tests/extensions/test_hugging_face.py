@@ -1,5 +1,5 @@
-"""Hugging Face folders: transformers computes our logits from our exports, and we compute the logits of transformers
-from its folders."""
+"""Test Hugging Face folders: transformers computes our logits from our exports, and we compute the logits of
+transformers from its folders."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""Each key of config.json: accepted values give transformers' logits; other values are refused by the key's name."""
+"""Test each key of config.json: accepted values give transformers' logits, and other values are refused with the name
+of the key."""
 
 import inspect
 import json

@@ -1,4 +1,5 @@
-"""Weights loaded on many ranks: each rank reads its shards, and all shards together are the folder's weights."""
+"""Test loading weights on many ranks: each rank reads its shards, and all shards together are the weights in the
+folder."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders that are refused. The message names the wrong file, tensor or key."""
+"""Test Hugging Face folders that are refused. The message names the wrong file, tensor or key."""
 
 import json
 import os

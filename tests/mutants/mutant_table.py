@@ -1,5 +1,5 @@
-"""Small patches that break the code on purpose. `verify` must find each bug and name the place; otherwise a certificate
-would not mean much.
+"""Define a table of mutants: small patches that break the code on purpose. `verify` must find each bug and name its
+place. Otherwise, a certificate would not mean much.
 
 The patches are also examples for readers: each docstring describes a bug that most users would not notice. A
 patch is active in one worker process, for one measurement. The parent process, which runs the plain loop, is not

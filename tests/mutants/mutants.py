@@ -1,4 +1,4 @@
-"""Imports all mutants, and runs one trial of `verify` on ranks that have one mutant."""
+"""Import all mutants, and run one trial of `verify` on ranks that have one mutant."""
 
 from contextlib import AbstractContextManager
 from functools import partial

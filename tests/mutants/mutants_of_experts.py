@@ -1,4 +1,4 @@
-"""Mutants of experts: routing, the exchange of rows, gradients over ep, loads and biases."""
+"""Mutants of MoE layers: errors in routing, the all-to-all of rows, gradients over ep, loads and biases."""
 
 from unittest.mock import patch
 

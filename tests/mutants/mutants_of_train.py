@@ -1,4 +1,4 @@
-"""Mutants that are wrong only in a run of train.py: data, schedule, log, save and resume."""
+"""Mutants that are wrong only in a run of train.py: errors in data, schedule, log, save and resume."""
 
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""Mutants of the steps after backward: clipping, optimizer, learning rate, gradients that are not finite."""
+"""Mutants of the steps after backward: errors in clipping, optimizer, learning rate, and the check for gradients that
+are not finite."""
 
 from dataclasses import replace
 

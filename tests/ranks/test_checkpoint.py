@@ -1,4 +1,5 @@
-"""Checkpoints: every layout reads the same state, resumed runs equal unbroken ones, old checkpoints are deleted."""
+"""Test checkpoints: every layout reads the same state, resumed runs equal unbroken runs, and old checkpoints are
+deleted."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: the refusal names the damaged file, and a run resumes from an older checkpoint."""
+"""Test damaged checkpoints: the refusal names the damaged file, and a run resumes from an older checkpoint."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Saving on a full disk or when a rank dies, and the memory that loading takes."""
+"""Test saves on a full disk or when a rank dies, and the memory that loading takes."""
 
 import os
 import resource

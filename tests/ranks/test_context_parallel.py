@@ -1,4 +1,4 @@
-"""Context parallel: the results, work, memory and kernels of attention. test_layouts.py tests whole models."""
+"""Test context parallel: the results, work, memory and kernels of attention. test_layouts.py tests whole models."""
 
 import pytest
 import torch

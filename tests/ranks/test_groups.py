@@ -1,4 +1,4 @@
-"""Process groups: no two threads (including gloo's) use the same group, and time-outs are those in [comm]."""
+"""Test process groups: no two threads (including gloo's) use the same group, and the timeouts are those in [comm]."""
 
 import gc
 import os

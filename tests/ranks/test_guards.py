@@ -1,4 +1,5 @@
-"""Bugs that `verify` cannot find, because one process has them too, or because they only appear at large sizes."""
+"""Test for bugs that `verify` cannot find, because one process has the same bug, or because the bug only appears at
+large sizes."""
 
 from functools import partial
 from unittest.mock import patch

@@ -1,6 +1,7 @@
-"""Losses written as formulas: values and gradients, in chunks and over shards of the vocabulary, equal torch's.
+"""Test losses that are written as formulas: in chunks and over shards of the vocabulary, their values and gradients
+equal torch's.
 
-See test_costs.py for memory."""
+test_costs.py tests their memory."""
 
 import pytest
 import torch

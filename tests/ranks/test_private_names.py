@@ -1,5 +1,5 @@
-"""Internal names of torch that the project uses, for which a change in torch would raise no error. Other tests use
-more."""
+"""Test private names of torch that the project uses, if a change of the name in torch would raise no error. Other tests
+use further private names."""
 
 import compare
 import torch

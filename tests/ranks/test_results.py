@@ -1,4 +1,4 @@
-"""The run of assets/results: its first 100 steps reach the loss that is published there."""
+"""Test that the first 100 steps of the run in assets/results reach the loss that is published there."""
 
 import pytest
 from warm_start import read_losses

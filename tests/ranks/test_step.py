@@ -1,4 +1,4 @@
-"""What a step does if a loss or a gradient is not finite, or a gradient norm is unusually high."""
+"""Test what a step does if a loss or a gradient is not finite, or if a gradient norm is unusually high."""
 
 import math
 import os

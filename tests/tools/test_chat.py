@@ -1,4 +1,5 @@
-"""`prepare --chat`: ids and targets equal transformers', in the corpus and in the batch. Refusals are tested too."""
+"""Test `prepare --chat`: ids and targets equal transformers', in the corpus and in the batch, and invalid input is
+refused."""
 
 import json
 import sys

@@ -1,7 +1,6 @@
-"""A table of arguments that must be refused before a run starts, with the keys of their problems. Also tests
-what `check` prints about a run without problems.
-
-Wording is not tested. Each problem must have a key as in TOML, a reason and a remedy, and the status must be 2.
+"""Test a table of arguments that must be refused before a run starts, with the keys of their problems. Test also what
+`check` prints about a run without problems. Wording is not tested. Each problem must have a key as in TOML, a reason
+and a remedy, and the status must be 2.
 """
 
 import re

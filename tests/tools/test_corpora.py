@@ -1,4 +1,5 @@
-"""Corpora from files: each document appears once and in order, for any kind of file and number of processes."""
+"""Test corpora from files: each document appears once and in order, for any kind of file and any number of
+processes."""
 
 import bz2
 import gzip

@@ -1,4 +1,5 @@
-"""environment.py finds or makes a Python with the packages, whatever earlier starts have left. No network is used.
+"""Test that environment.py finds or creates a Python with the packages, whatever state earlier starts have left. No
+network is used.
 
 `mine` is the Python that starts environment.py: an environment without packages. A stub of venv creates environments
 without pip. A stub of pip records its arguments and writes the files by which importlib.metadata finds a package.

@@ -1,4 +1,4 @@
-"""`pip install .` gives a package that works in any folder. The test builds a wheel, without a network.
+"""Test that `pip install .` gives a package that works in any folder. The test builds a wheel, without a network.
 
 Then it unpacks the wheel into a new folder, and starts Python without the checkout on sys.path.
 """

@@ -1,4 +1,4 @@
-"""assets/notebooks: the commands exist, and every cell was executed."""
+"""Test assets/notebooks: the commands exist, and every cell was executed."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A tool shows its progress on a terminal, and shows none if the output is not a terminal."""
+"""Test that a tool shows its progress on a terminal, and shows no progress if the output is not a terminal."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""report: its page has the figures of metrics.jsonl and of the traces, and a browser shows every picture."""
+"""Test `report`: its page has the figures of metrics.jsonl and of the traces, and a browser displays every picture."""
 
 import re
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""run_train.sh: the program, arguments and variables that it starts with, and its exit status.
+"""Test run_train.sh: which program it starts, with which arguments and variables, and its exit status.
 
 In a copy of the checkout, a stub replaces the launcher. See also test_endings.py for the ends of runs, and
 test_slurm.py for Slurm.

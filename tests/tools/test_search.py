@@ -1,5 +1,5 @@
-"""The search over layouts finds all layouts that `check` accepts, ranks them by simulated time, and reports if none
-exists."""
+"""The search over layouts finds all layouts that `check` accepts, ranks them by simulated time, and reports if no such
+layout exists."""
 
 import itertools
 from dataclasses import replace

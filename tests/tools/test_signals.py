@@ -1,4 +1,4 @@
-"""A run that gets SIGINT or SIGTERM: the step after which it stops, what it saves, and how it ends."""
+"""Test a run that gets SIGINT or SIGTERM: the step after which it stops, what it saves, and how it ends."""
 
 import itertools
 import os
