@@ -17,7 +17,7 @@ from torchtitan_lite import REPOSITORY
 @dataclass(frozen=True)
 class Fork:
     keys: tuple[str, ...]  # config keys of a run that uses the fork
-    # lines of: file of the package | start of a line in this file | row below this line
+    # each line: file of the package | start of a line in this file | row that is inserted below this line
     rows: str = ""
     files: dict[str, str] = field(default_factory=dict)  # path -> text
     # path of a patch in this repository, which is applied before the rows are inserted
@@ -449,7 +449,8 @@ def add_model(name: str, modules: str, table: str) -> Fork:
     )
 
 
-# fork -> what `verify` says about it, the model that it breaks, code of the model, code that replaces it
+# fork -> what `verify` says about the fork, the model that the fork breaks, code of the model, code that replaces this
+# code
 BROKEN_MODELS = """
 a gradient that is doubled | gain.weight | GAIN | READS | TWICE
 a gradient of one rank | gain.weight | GAIN | READS | OF_ONE
@@ -471,7 +472,8 @@ a list in its sizes | unhashable type: 'list' | GAIN | llama3.FLAVORS \
 a norm of three columns | one for each feature | GAIN | "norm", (1,) | "norm", (64, 3)
 a layer beside its block | is not inside another module | GPT | "mlp. | "
 """
-# fork -> what `verify` says about it, the key that chooses it, the table in config/choices.py, its row there
+# fork -> what `verify` says about the fork, the key that chooses it, the table in config/choices.py, the fork's row in
+# this table
 BROKEN_ROWS = """
 a window of nothing | sees at least itself | model.attention=blind \
     | ATTENTIONS | "blind": AttentionRow(window=lambda args, layer: 0),

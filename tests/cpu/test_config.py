@@ -371,7 +371,7 @@ def test_an_old_name_of_a_key_still_works_and_causes_one_notice(write_toml):
 
 
 def test_every_key_is_read_by_some_code():
-    read = {*MODEL_SIZES}  # resolve_model reads these in a loop
+    read = {*MODEL_SIZES}  # resolve_model reads these sizes in a loop
     for path in (REPOSITORY / "train.py", *(REPOSITORY / "torchtitan_lite").rglob("*.py")):
         if path.name != "schema.py":
             tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -242,7 +242,8 @@ def test_batches_arrive_on_the_gpu(stream):
 
 @each_row("weights", [None, [1.0, 1.0, 1.0]])
 def test_every_source_epoch_and_seed_has_an_order_of_its_own(weights):
-    """Compare three sources of equal size. Two random permutations of 50 samples agree in one place on average."""
+    """Compare three sources of equal size. On average, two random permutations of 50 samples have one sample in the
+    same place."""
     n = 50
     orders = []
     for seed in (0, 1):

@@ -106,7 +106,7 @@ def test_initial_weights_depend_on_seed_and_name_only():
 
 
 CUT = 0.9933  # standard deviation of a normal distribution with std 1 that is clamped at 3
-# weight | mean | standard deviation before it is clamped
+# weight | mean | standard deviation before values are clamped
 SPREAD = """
 layers.0.attention.wq.weight | 0 | 0.02
 layers.0.attention.wo.weight | 0 | 0.01

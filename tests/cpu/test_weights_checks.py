@@ -266,7 +266,7 @@ def save(step: int, *args: str, tensors: dict[str, torch.Tensor] = STATE) -> Pat
     return write_checkpoint(final, spec.config, tensors, spec.layout.degrees, **fingerprint)
 
 
-# arguments | what differs: key: words of the problem. training.data_seed defaults to debug.seed
+# arguments | key that differs: words of the problem. training.data_seed defaults to debug.seed
 DIFFERING = """
 --optimizer.lr=1e-4 --training.steps=300 --training.local_batch_size=1 |
 --optimizer.name=SGD --optimizer.implementation=foreach | optimizer.name: {} was trained with 'AdamW'

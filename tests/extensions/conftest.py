@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 @pytest.fixture(scope="session")
 def make_folder(tmp_path_factory):
-    """Return a function that lets transformers write a folder with weights of a family, with given sizes."""
+    """Return a function that lets transformers write a folder with the weights of a model of given family and sizes."""
 
     @cache
     def make(family: str, sizes: str = "{}", max_shard_size: str = "1GB") -> Path:

@@ -252,7 +252,7 @@ stray | argument
 
 
 def read_row(line: str) -> tuple[list[str], list[str], int, Machine]:
-    """Return arguments, keys, ranks and machine. Text after two spaces and # is a comment."""
+    """Return the arguments, keys, number of ranks and machine of a row. Text after two spaces and # is a comment."""
     args, keys, place = (line.partition("  #")[0] + "|2").split("|")[:3]
     n_ranks, *machine = place.split()
     return args.split(), sorted(keys.split()), int(n_ranks), globals()["".join(machine) or "LAPTOP"]
@@ -454,7 +454,8 @@ def test_check_works_for_a_run_on_this_host_and_for_a_run_on_other_machines(
 WHOLE = 8_030_261_248 * 16  # bytes of weights, gradients and moments of Llama 3 8B
 
 
-# keys | ranks | WHOLE / bytes of weights, gradients and optimizer state on one H100. Replicas share nothing.
+# keys | ranks | WHOLE divided by the bytes of weights, gradients and optimizer state on one H100. Replicas do not shard
+# state.
 SHARES = f"""
 | 2 | 2
 --{P}data_parallel_replicate_degree=2 | 8 | 4

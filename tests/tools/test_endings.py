@@ -228,7 +228,7 @@ def test_one_signal_kills_ranks_that_hang(tmp_path, ranks):
 
 
 def test_ctrl_c_interrupts_the_launcher_only_before_it_forks_ranks(ranks):
-    """In the middle of a fork, an exception would make the fork server or a rank print a traceback."""
+    """If the exception arrived during os.fork, the fork server or a rank would print a traceback."""
     signals = local_ranks.Signals()
     with pytest.raises(KeyboardInterrupt), signals.interrupting():
         signals.pass_on(signal.SIGINT, None)

@@ -83,7 +83,8 @@ def test_explain_prints_the_mesh_slices_and_all_to_alls_of_an_moe_model(run_tool
     (slices,) = re.findall("layers.2-3.feed_forward.experts.w1 .*", printed)
     held = [f"experts {first}..{first}" for first in (0, 2, 4, 6, 1, 3, 5, 7)]
     assert re.split(r"  +", slices)[1:] == ["[8, 128, 96]", *held]
-    # Of 32 rows, 8 stay. 24 rows are sent, and their results are sent back, in bf16 with a width of 128.
+    # 8 of 32 rows stay on their rank. The other 24 rows are sent, and their results are sent back, in bf16 with a width
+    # of 128.
     exchanged = re.findall(r"all-to-all over ep +(\[.*?\]) (\w+) +(\S+ \S+)", printed)
     assert set(exchanged) == {("[8]", "int64", "48 B"), ("[32, 128]", "bfloat16", "6.0 KiB")}
     assert "reduce-scatter over efsdp" in printed[printed.index("backward: ") :]

@@ -22,8 +22,8 @@ KEYS = """
 --comm.train_timeout_seconds=10
 """.split()
 SHORT = "--comm.init_timeout_seconds=16"
-# what is wrong with rank 1 | its kind in hanging.py | when the report names it | how | keys. test_faults.py drills
-# ranks that stop, die, send nothing in a pipeline, or make a different collective.
+# what is wrong with rank 1 | kind of hang in hanging.py | when the report names rank 1 | how the report describes rank
+# 1 | keys. test_faults.py drills ranks that stop, die, send nothing in a pipeline, or make a different collective.
 HANGS = f"""
 slow | slow | HANG in step 4 | it is in hanging.py |
 data | data | HANG in step 4 | dataset.py:[0-9]+ prefetch |

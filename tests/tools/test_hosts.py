@@ -33,7 +33,7 @@ HOSTS = f"""
 def meet_as_host(
     rank: int, world_size: int, n_hosts: str, port: str, settings: list[str], log: Path
 ):
-    """Worker: meet the other ranks as one of several hosts. Return this host's message."""
+    """Worker: act as one of several hosts, and rendezvous with the others. Return this host's message."""
     rate, restarts = settings[rank].split()
     variables = {"NNODES": n_hosts, "NODE_RANK": str(rank), "MAX_RESTARTS": restarts}
     variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}

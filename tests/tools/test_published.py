@@ -35,7 +35,7 @@ def test_the_error_bars_in_the_code_contain_the_promised_fraction_of_held_out_ru
     least = {"dense": 0.8, "experts": 0.7}
     for name, coefficient in least.items():
         assert published.rank_correlation(groups[name]) > coefficient
-    quoted = {}  # four often compared runs of Qwen3 30B-A3B: published and forecast speed
+    quoted = {}  # four runs of Qwen3 30B-A3B that are often compared: published speed -> forecast
     for row, error in groups["experts"]:
         published_speed = row.values["tokens_per_s_per_gpu"]
         if published_speed in (12040, 8826, 6125, 3602):

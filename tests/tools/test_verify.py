@@ -131,7 +131,8 @@ def test_every_key_that_a_trial_replaces_is_in_the_certificate(pool, tmp_path):
 
 
 def set_every_key(config: Config) -> tuple[Config, set[str]]:
-    """Return a config with a different value for every key that changes results, and these keys. No rule checks it."""
+    """Return a config in which every key that changes results has a value that is not the default, and these keys. No
+    rule checks the config."""
     names = {
         "model.name",
         "model.flavor",
