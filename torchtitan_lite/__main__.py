@@ -34,8 +34,7 @@ def main(args: list[str] | None = None) -> int:
                 sys.stdout.flush()
         return status
     except UserError as error:
-        text = f"This run cannot start:\n{error}" if isinstance(error, ConfigError) else error
-        tell(text)
+        tell(f"This run cannot start:\n{error}" if isinstance(error, ConfigError) else error)
         return error.status
     except KeyboardInterrupt:
         tell("stopped by Ctrl-C")
@@ -44,6 +43,13 @@ def main(args: list[str] | None = None) -> int:
         # Python flushes stdout again at exit; on /dev/null, this flush cannot fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return status
+    except OSError as error:
+        if error.filename is None:
+            raise
+        tell(
+            f"{error.filename} cannot be used: {error.strerror}. Correct the path or its permissions"
+        )
+        return 2
 
 
 def run_tool(args: list[str]) -> int:

@@ -161,7 +161,7 @@ FORKS = """
 alike | {} | {} | name alike instead of llama3
 theta | {} | {"rope_theta": 5.0} | rope_theta 5.0 instead of 10000.0
 more | {"value": 16} | {} | 1 parameters are not in SOURCE, and start from initial weights: value.weight
-fewer | {"norm": null} | {} | !this model has no norm.weight
+fewer | {"norm": null} | {} | !shape for norm.weight
 wider | {"norm": 17} | {} | !norm.wei
 heads | {} | {"n_heads": 4, "head_dim": 4} | !n_heads 4 instead of 2
 tied | {} | {"tie_embeddings": true} | !tie_embeddings True instead of False

@@ -305,7 +305,7 @@ class Failing(nn.Module):
     [
         (Shifted(1), "outside of attention.inner"),
         (Shifted(32), "outside of attention.inner"),
-        (Failing(), "its forward fails .*of a fork"),
+        (Failing(), "The forward fails .*of a fork"),
     ],
 )
 def test_a_cache_refuses_a_model_that_mixes_tokens_elsewhere_or_needs_fields(module, named):

@@ -120,7 +120,7 @@ def test_a_file_that_cannot_be_written_causes_a_one_sentence_error_and_leaves_no
     with limit_files(1000):
         run_loop(BOTH, tmp_path, n_steps=7)
     assert said["info"] == []
-    assert is_folder or "full disk" in said["error"][0]
+    assert is_folder or "disk is full" in said["error"][0]
     for error, name in zip(said["error"], folders, strict=True):
         assert error.startswith(
             f"{tmp_path / name} cannot be written, and the run continues: [Errno"

@@ -336,7 +336,7 @@ EXCHANGE = read_json("TALK")
 
 # reason of the refusal => how the template writes a message
 UNCERTAIN = r"""
-message 2 cannot be found.*"weight": 0; --only-last-turn => {{ '<think>' if loop.last }}{{ message.content }}
+message 2 cannot be found.*"weight": 0, .*--only-last-turn => {{ '<think>' if loop.last }}{{ message.content }}
 leaves out message 2's content => {{ message.content | length }}{{ '\n' }}
 leaves out message 2's tool_calls => {{ message.content }}
     {% if message.tool_calls %}{{ message.tool_calls[0] }}</s>{% endif %}

@@ -274,7 +274,7 @@ SAID = f"""
 --model.flavor 8b | 2 | The nearest is '8B'
 --model.flavor 8BB | 2 | The nearest is '8B'
 --training.global_batch_size=6 | 4 | 4 data-parallel ranks cannot have equal shares of 6 sequences
---model.vocab_size=50257 {TP}=2 | 4 | or 50258 here
+--model.vocab_size=50257 {TP}=2 | 4 | set this key to 50258
 --model.hf_assets_path=Qwen/Qwen3-8B | 4 | nothing is downloaded. Run: hf download Qwen/Qwen3-8B --local-dir
 --checkpoint.initial_load_path=hf://a/b | 4 | nothing is downloaded. Run: hf download a/b --local-dir a/b
 --config finetune | 4 | variable $MODEL_FOLDER does not exist
@@ -408,7 +408,7 @@ ANSWERS = f"""
 --training.global_batch_size=-1                     | ELASTIC NNODES=1:2 | | NNODES
 | ELASTIC NNODES=3:4 | | training.global_batch_size: on 3 of 4 hosts, 3 data-parallel ranks
 {TP}=2 | ELASTIC NNODES=1:2 | | {P}data_parallel_shard_degree: on 1 of 2 hosts, the degrees (tp2)
---{P}data_parallel_shard_degree=2 | ELASTIC NNODES=1:2 || {P}data_parallel_shard_degree: and -1 here
+--{P}data_parallel_shard_degree=2 | ELASTIC NNODES=1:2 || {P}data_parallel_shard_degree: set this key to -1
                                                     | NGPU=16        | EIGHT_H100 | NGPU
 --config llama3_8b                                  | NGPU=8         | HOST_119 | model.flavor
 --config llama3_8b                                  | NGPU=8         | HOST_120 | 8

@@ -141,6 +141,7 @@ explain --config llama3_8b --gpus 64 --html walk.html        | --gpus = 64
 lab 11                                                       | lab 11
 lab 1 start                                                  | nothing to write
 lab 2 check                                                  | lab 2 start
+lab 2 start                                                  | labs/2/torchtitan_lite cannot be used
 lab 4 start                                                  | exists
 lab 1 answer                                                 | state_70b
 lab 1 answer width 3                                         | width
@@ -165,6 +166,7 @@ def test_wrong_input_ends_a_tool_with_status_2_and_its_key(
     for name in ("LICENSE", "README.md", "a.txt"):
         Path(name).write_text("a text")
     Path("outputs/labs/4").mkdir(parents=True)
+    Path("outputs/labs/2").symlink_to("absent")  # as for a disk that is not mounted
     before = sorted(tmp_path.rglob("*"))
     assert key in run_tool(*args.split(), status=2)
     assert sorted(tmp_path.rglob("*")) == before

@@ -190,7 +190,7 @@ def test_a_warning_about_a_group_over_several_nodes_names_a_degree_that_fits_int
     assert not warn_of_groups(layout, H100)
     for node_size in (2, 6):
         (warning,) = warn_of_groups(layout, replace(H100, node_size=node_size))
-        assert f"nodes of {node_size}. Use parallelism.tensor_parallel_degree = 2" in warning
+        assert f"nodes of {node_size} ranks. Use parallelism.tensor_parallel_degree = 2" in warning
     (warning,) = warn_of_groups(read(f"qwen3_30b_a3b 64 --{EP}=32").layout, H100)
     assert "expert_parallel_degree = 8" in warning
 

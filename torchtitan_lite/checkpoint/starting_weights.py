@@ -175,7 +175,9 @@ def check_loaded_model(problems: Problems, weights: Weights) -> None:
     stored = list_shapes(weights.model_args)
     lacking = [fqn for fqn, shape in stored.items() if wanted.get(fqn) != shape]
     if lacking and not unlike:
-        unlike.append(f"missing here, or of a different shape: {', '.join(abbreviate(lacking))}")
+        unlike.append(
+            f"this model has no tensor of the same name and shape for {', '.join(abbreviate(lacking))}"
+        )
     if unlike:
         chosen = [f"model.{name}" for name in differences if getattr(config.model, name, None)]
         key = chosen[0] if chosen and config.model.flavor == AUTO else "model.flavor"

@@ -57,7 +57,7 @@ def main(options: Namespace) -> int:
         if not options.folder.is_dir():
             raise UserError(f"there is no folder {options.folder}. Name the dump folder of a run")
         tell(
-            f"{options.folder} has no report that explains a hang: no such rank-*.json, "
+            f"{options.folder} has no report that explains a hang: there is no rank-*.json, "
             "and no failed-*.json with more information than the errors of the ranks"
         )
         return 2
