@@ -186,8 +186,8 @@ def leave(store: Any) -> None:
 def tell_refusal(error: UserError, signals: Any) -> None:
     """Tell the other hosts why this host cannot start. If NNODES is a range, do nothing, because the other hosts start
     without this host."""
-    # ValueError: NODE_RANK=0 cannot be reached, or NNODES is not a number
-    with suppress(ValueError, RuntimeError, KeyboardInterrupt):
+    # ValueError: NODE_RANK=0 cannot be reached, or NNODES is not a number. TypeError: MASTER_PORT is not a port
+    with suppress(ValueError, RuntimeError, TypeError, KeyboardInterrupt):
         n_needed, n_hosts = read_hosts()
         if n_needed == n_hosts > 1:
             importlib.import_module("torch.distributed")
