@@ -43,7 +43,7 @@ an attention | check | EXPORT | 2 | checkpoint.last_save_in_hf
 """)
 # Slow, because WHOLE_WALK is certified on dp2 x tp2 by default
 SLOW_ENDS = read_lines("""
-an optimizer | verify wide | TP2 --optimizer.eps=1e-6 --optimizer.beta1=0.8 | 0 | optimizer: eps 1e-06 was not
+an optimizer | verify wide | TP2 --optimizer.eps=1e-6 --optimizer.beta1=0.8 | 0 | optimizer: eps 1e-06 had no
 the ends | verify wide | TP2 | 0 | certified
 a value | verify wide | CONTEXT --ranks=2 | 0 | certified
 latent attention | verify wide | TP2 | 0 | certified
