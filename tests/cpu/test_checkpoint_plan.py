@@ -26,7 +26,7 @@ for name, row in LAYOUTS.items():
 
 
 @each_row("mesh", WRITTEN_ON, fast=FAST)
-def test_a_reader_computes_the_slices_that_ranks_write_of_their_dtensors(mesh):
+def test_a_reader_computes_the_same_slices_that_ranks_write_from_their_dtensors(mesh):
     config, model_args, layout = WRITTEN_ON[mesh]
     degrees = layout.all_degrees
     written = {}

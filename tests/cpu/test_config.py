@@ -148,7 +148,7 @@ BEYOND = ("1e31", "-2", "nan", "inf")
 
 
 @each_row("text", BEYOND)
-def test_every_number_has_limits(text):
+def test_every_numeric_key_has_limits(text):
     """Larger numbers would overflow, or keep the check busy for hours. The ends themselves are accepted."""
     assert len(NUMBERS) > 50 and not any(kind in WITHOUT_END for kind in KEYS.values())
     for key, limits in NUMBERS.items():
@@ -188,7 +188,7 @@ NOTED = """
 """
 
 
-def test_every_key_has_its_rule_for_a_run_that_continues():
+def test_every_key_has_a_rule_for_resumed_runs():
     """Each new key needs a rule for resuming. Keys without a `resume` rule may change freely, so they must not affect
     the training."""
     rules = dict.fromkeys(REFUSED.split(), "refuse") | dict.fromkeys(NOTED.split(), "note")
@@ -209,7 +209,7 @@ def test_a_config_is_found_by_bare_name_or_path_from_any_folder(name, tmp_path, 
         assert given.config.model.flavor == "8B"
 
 
-def test_a_file_of_the_working_directory_comes_first_and_without_a_config_debug_is_read(
+def test_a_config_in_the_working_directory_has_precedence_and_debug_is_the_default(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -231,7 +231,7 @@ def test_the_folder_of_configs_contains_exactly_the_shipped_configs():
 
 
 @each_row("args", [AWKWARD, *(["--config", path.stem] for path in CONFIG_FOLDER.glob("*.toml"))])
-def test_shipped_configs_read_without_a_problem_and_survive_the_way_through_toml(
+def test_shipped_configs_are_read_without_a_problem_and_survive_a_round_trip_through_toml(
     args, write_toml, monkeypatch
 ):
     monkeypatch.setenv("MODEL_FOLDER", "a model")  # finetune.toml names it

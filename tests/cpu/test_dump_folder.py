@@ -143,7 +143,7 @@ def test_a_disk_without_room_for_three_snapshots_is_refused(
     assert "".join(refused for refused, *_ in problems) == key
 
 
-def test_a_snapshot_has_the_bytes_of_the_weights_and_the_optimizer_state():
+def test_a_snapshot_has_as_many_bytes_as_the_weights_and_the_optimizer_state():
     for name, bytes_per_parameter in (("AdamW", 12), ("SGD", 4)):
         config = with_value(Config(), "optimizer.name", name)
         model_args = resolve_model(config.model)

@@ -68,7 +68,7 @@ def test_temperature_top_k_and_top_p_limit_logits_as_in_transformers(words):
     assert torch.allclose(ours.softmax(1).float(), expected.softmax(1), atol=1e-6)
 
 
-def test_tokens_are_drawn_as_often_as_their_probability_says():
+def test_tokens_are_drawn_with_their_probability():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 3.0])
     usable = torch.tensor([True, True, True, True, False])
     generator = torch.Generator().manual_seed(3)

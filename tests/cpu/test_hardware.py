@@ -155,7 +155,9 @@ def test_peak_flops_are_the_dense_bfloat16_numbers_of_the_data_sheets(name, tflo
     assert (peak_flops(name) or 0) == float(tflops) * 1e12
 
 
-def test_the_commit_is_that_of_the_repository_if_it_is_one(tmp_path, monkeypatch):
+def test_the_commit_of_a_git_repository_is_recorded_and_marked_dirty_after_a_change(
+    tmp_path, monkeypatch
+):
     def find_commit() -> str | None:
         return files.describe_launch.__wrapped__()["commit"]
 
@@ -213,7 +215,7 @@ def test_freed_memory_is_kept_and_used_again():
 
 
 @each_row("user", ["MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"])
-def test_a_threshold_of_glibc_that_the_user_has_set_stays(monkeypatch, user):
+def test_a_malloc_threshold_that_the_user_has_set_is_kept(monkeypatch, user):
     for name in process_groups.THRESHOLDS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(user, "131072")

@@ -142,7 +142,9 @@ CUDNN = """
 
 
 @each_row("case, avoids", CUDNN)
-def test_cudnn_is_avoided_only_where_it_was_seen_to_be_wrong(monkeypatch, case, avoids):
+def test_cudnn_is_avoided_only_in_the_cases_in_which_its_results_were_wrong(
+    monkeypatch, case, avoids
+):
     capability, n_kv_heads = map(int, case.split())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     key = torch.empty(1, n_kv_heads, 1, 1).as_subclass(OnGPU)

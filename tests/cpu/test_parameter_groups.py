@@ -89,7 +89,7 @@ def test_groups_are_read_from_the_command_line_and_from_toml(text, tmp_path):
     assert not again.problems and again.config.optimizer == given.config.optimizer
 
 
-def test_tables_of_a_file_become_groups_in_the_same_order(tmp_path):
+def test_tables_in_a_file_become_parameter_groups_in_the_same_order(tmp_path):
     tables = '[[optimizer.groups]]\nmatch = "b"\nlr = 3\n[[optimizer.groups]]\nmatch = "a"\n'
     given = read_text(tmp_path, tables)
     assert given.config.optimizer.groups == [ParameterGroup("b", 3.0), ParameterGroup("a")]
@@ -148,7 +148,7 @@ def test_a_group_without_parameters_is_refused(patterns, refused):
     "groups, is_noted",
     [([], True), ([HIDDEN], True), ([NORMS], False), ([ParameterGroup("*", 1, 0)], False)],
 )
-def test_check_notes_that_decay_covers_norms(groups, is_noted):
+def test_check_prints_a_notice_if_weight_decay_applies_to_norms(groups, is_noted):
     config = make_config(*groups)
     assert bool(describe_decayed(config, DEBUG)) == is_noted
     assert not describe_decayed(with_value(config, "optimizer.weight_decay", 0.0), DEBUG)
@@ -210,7 +210,7 @@ def build_oracles(kind: type, groups: dict[str, dict]) -> list[torch.optim.Optim
 
 
 @each_row("name, keys, dtype, kind, bound", OPTIMIZERS)
-def test_groups_update_and_clip_as_the_optimizers_of_torch(
+def test_parameter_groups_update_and_clip_as_torchs_optimizers_do(
     name, keys, dtype, kind, bound, monkeypatch
 ):
     """The learning rates follow the schedule and equal the logged ones. Experts are a batch of matrices."""

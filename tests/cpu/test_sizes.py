@@ -62,7 +62,7 @@ Qwen3-235B-A22B | 22.2
 
 
 @each_row("flavor", FLAVORS)
-def test_parameters_are_those_of_the_model_and_of_the_published_checkpoints(flavor):
+def test_the_number_of_parameters_is_that_of_the_model_and_of_the_published_checkpoint(flavor):
     with torch.device("meta"):
         model = Llama3(FLAVORS[flavor])
     n_parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -131,7 +131,7 @@ UNFIT = f"""
 
 
 @each_row("args, expected", UNFIT)
-def test_weights_that_do_not_fit_are_one_problem(args, expected):
+def test_weights_that_do_not_fit_cause_one_problem(args, expected):
     shutil.copytree("hf", "cut")
     os.truncate("cut/model.safetensors", os.path.getsize("cut/model.safetensors") - 1)
     shutil.copytree("step-9", "outputs/debug/step-9")
@@ -225,7 +225,7 @@ qwen | --{RATE}=0.01 | finetune-qwen | qwen3_moe of qwen | 128 | 0.01 | {LR}
 """
 
 
-def test_fine_tuning_has_different_defaults_and_keeps_a_given_key():
+def test_fine_tuning_has_defaults_of_its_own_and_keeps_the_keys_that_are_given():
     write_hugging_face("short", ARGS, context=64)
     write_hugging_face("qwen", replace(ARGS, qk_norm=True, moe=MoEArgs(4, 2, 24)), context=8192)
     for name in ("short", "qwen"):
@@ -308,7 +308,7 @@ SAME_TRAINING = """
 """
 
 
-def test_a_resumed_run_that_trains_differently_prints_both_values():
+def test_a_resumed_run_prints_both_values_of_a_key_that_changes_the_training():
     checkpoint = save(9)
     before = prepare().notices
     assert prepare(*SAME_TRAINING.split()).notices == before
@@ -362,7 +362,7 @@ def test_no_run_continues_from_weights_alone():
     assert prepare(further, ANEW).resumed_step == 201
 
 
-def test_a_finished_run_says_what_can_be_done_and_nothing_is_deleted_without_job_overwrite(
+def test_starting_a_finished_run_prints_what_can_be_done_and_deletes_nothing_without_job_overwrite(
     run_tool,
 ):
     checkpoint = save(200)

@@ -119,7 +119,7 @@ def spell_as_version_4(folder: Path) -> None:
 
 
 @each_row("name", FLAVORS)
-def test_an_export_gives_our_logits_and_gradients_in_transformers_and_comes_back_bit_by_bit(
+def test_an_export_gives_our_logits_and_gradients_in_transformers_and_loads_again_bit_by_bit(
     name, tmp_path, monkeypatch
 ):
     """Gradients are exported as if they were weights, which gives them transformers' names and order."""

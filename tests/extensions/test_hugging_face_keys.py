@@ -168,7 +168,7 @@ def compute_theirs(folder: Path, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("family, stored, sizes, changes", CASES, ids=str)
-def test_an_accepted_value_gives_transformers_logits_and_so_does_an_export(
+def test_accepted_values_give_the_logits_of_transformers_before_and_after_an_export(
     family, stored, sizes, changes, make_folder, tmp_path
 ):
     folder = shutil.copytree(make_folder(family, json.dumps(sizes)), tmp_path / "folder")
@@ -197,7 +197,7 @@ def test_an_accepted_value_gives_transformers_logits_and_so_does_an_export(
 
 
 @each_row("family", list_families())
-def test_each_key_of_transformers_has_a_row_with_its_default(family):
+def test_every_config_key_of_transformers_is_known_with_its_default(family):
     row = list_families()[family][1]
     rows = EVERY_FAMILY | row.keys
     theirs = CONFIG_MAPPING[family]
@@ -319,7 +319,7 @@ def test_an_impossible_value_is_refused_with_its_key(families, key, values, tmp_
 
 
 @pytest.mark.parametrize("value", ["</s>", ["</s>"], True], ids=str)
-def test_an_end_token_of_generation_config_json_is_a_number(value, tmp_path):
+def test_an_end_token_in_generation_config_json_must_be_a_number(value, tmp_path):
     dump_json(tmp_path / "generation_config.json", {"eos_token_id": value})
     with pytest.raises(UserError, match=r"generation_config.json: eos_token_id = "):
         read_published(tmp_path)

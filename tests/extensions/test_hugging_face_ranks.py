@@ -62,7 +62,7 @@ def save_theirs(folder: Path, args: ModelArgs) -> Path:
 
 
 @each_row("name", LAYOUTS, slow=SLOW)
-def test_a_folder_is_loaded_on_any_layout_bit_by_bit(pool, tmp_path, name):
+def test_every_layout_loads_the_exact_weights_of_a_hugging_face_folder(pool, tmp_path, name):
     world_size, overrides = LAYOUTS[name]
     args = compare.resolve_model(compare.override(compare.TABLE_CONFIG, overrides).model)
     folder = save_theirs(tmp_path, args)

@@ -160,7 +160,7 @@ def test_a_json_file_that_is_absent_or_wrong_is_named(name, content, named, llam
 
 
 @each_row("name", WRONG_FILES)
-def test_a_folder_that_is_not_complete_is_refused_by_the_name_of_what_is_wrong(name, llama):
+def test_the_refusal_of_a_wrong_folder_names_the_wrong_file_or_tensor(name, llama):
     spoil, named = WRONG_FILES[name]
     spoil(llama)
     assert_refused(llama, named)

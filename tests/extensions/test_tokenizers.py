@@ -66,7 +66,7 @@ def draw_texts(pieces: list[str]) -> list[str]:
     return ["".join(draw.choices(pieces, k=draw.randrange(30))) for _ in range(300)]
 
 
-def test_ids_are_those_of_tiktoken_with_llama3s_pattern_and_special_tokens_are_plain_text():
+def test_ids_equal_those_of_tiktoken_with_llama3s_pattern_and_special_names_are_text():
     shipped = load_tokenizer(SHIPPED)
     lines = (SHIPPED / "tokenizer.model").read_text().splitlines()
     ranks = {}
@@ -230,7 +230,9 @@ def add_tokens(kind: str, case: str) -> dict:
 
 @each_row("case", ADDED_TOKENS)
 @each_row("kind", ["Qwen", "Llama 3"])
-def test_added_tokens_are_found_where_the_package_finds_them(kind, case, tmp_path, monkeypatch):
+def test_added_tokens_are_found_at_the_same_places_as_with_tokenizers(
+    kind, case, tmp_path, monkeypatch
+):
     # tiktoken can handle special tokens that are prefixes of other special tokens
     if case == "special ones":
         monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -345,7 +347,7 @@ NAMED_TOKENS = NAMED_TOKENS.replace("EOS", '"eos_token": "</s>"').replace("DECOD
 
 @each_row("in_vocab", [False, True])
 @each_row("place, token, files", NAMED_TOKENS)
-def test_special_tokens_and_eos_are_those_of_transformers_and_never_come_from_plain_text(
+def test_special_tokens_and_eos_equal_those_of_transformers_and_plain_text_never_gives_them(
     place, token, files, in_vocab, tmp_path
 ):
     content = json.loads(SENTENCEPIECE)

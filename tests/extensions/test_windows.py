@@ -199,7 +199,7 @@ def test_logits_with_a_kv_cache_equal_logits_without_it(case, pieces):
 
 
 @each_row("case", CASES)
-def test_flops_count_the_pairs_of_each_layer(case):
+def test_flops_count_the_query_key_pairs_that_each_layer_computes(case):
     model_args = make_case(*case)
     full, causal = count_keys(model_args, SEQ_LEN, "causal")
     n_pairs = 0
@@ -308,7 +308,9 @@ class Failing(nn.Module):
         (Failing(), "The forward fails .*of a fork"),
     ],
 )
-def test_a_cache_refuses_a_model_that_mixes_tokens_elsewhere_or_needs_fields(module, named):
+def test_a_kv_cache_is_refused_if_a_module_other_than_attention_mixes_tokens_or_needs_fields(
+    module, named
+):
     model = build_ours(ARGS)
     model.layers["0"].ffn_norm = module
     with pytest.raises(UserError, match=named):

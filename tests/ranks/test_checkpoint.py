@@ -140,7 +140,7 @@ def test_a_checkpoint_opens_on_another_layout_and_comes_back_with_every_element_
     assert opened_losses == pytest.approx(losses, rel=LARGEST_ERRORS.get(name, 1e-4))
 
 
-def test_files_are_safetensors_that_torch_opens(saved):
+def test_torch_loads_a_checkpoint_as_safetensors_files(saved):
     checkpoint, state, _ = saved
     read = {name: torch.full_like(tensor, float("nan")) for name, tensor in state.items()}
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)

@@ -107,7 +107,7 @@ DAMAGE = [(MANIFEST, cut), (SECOND, cut), (SECOND, replace_by_another_step), (SE
 
 
 @each_row("file, damage", DAMAGE)
-def test_a_damaged_file_is_refused_by_its_name(folder, file, damage):
+def test_the_refusal_of_a_damaged_file_names_the_file(folder, file, damage):
     damage(folder / "step-8" / file)
     assert_damaged(folder / "step-8", str(folder / "step-8" / file))
 

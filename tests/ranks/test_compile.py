@@ -88,7 +88,7 @@ def compile_a_matmul(rank: int, world_size: int, cache_folder: Path) -> tuple[in
     return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
 
 
-def test_a_second_run_finds_what_the_first_has_compiled(tmp_path):
+def test_a_second_run_finds_the_compiled_code_of_the_first_run(tmp_path):
     answers = []
     for _ in range(2):
         with RankPool() as own_pool:

@@ -99,7 +99,7 @@ def run_kernels(
 @pytest.mark.gpu
 @each_row("causal, n_queries", [(True, SEQ_LEN), (False, 17)])
 @each_row("dtype", [torch.bfloat16, torch.float16])
-def test_kernels_of_a_gpu_return_what_those_of_the_cpu_do(dtype, causal, n_queries):
+def test_attention_kernels_of_a_gpu_return_the_same_as_those_of_a_cpu(dtype, causal, n_queries):
     _, expected = run_kernels("cpu", torch.float32, n_queries, 2, causal=causal)
     _, found = run_kernels("cuda", dtype, n_queries, 2, causal=causal)
     for one, other in zip(found, expected, strict=True):

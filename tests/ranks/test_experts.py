@@ -66,7 +66,7 @@ def compute_plainly(moe: MoE, x: Tensor) -> Tensor:
     [{}, {"router_scores": "sigmoid"}, {"normalize_top_k": False}, {"top_k": 6}],
     ids=str,
 )
-def test_an_moe_layer_and_its_gradients_are_those_of_the_formula(sizes):
+def test_the_outputs_and_gradients_of_an_moe_layer_equal_the_formula(sizes):
     moe = make_moe(**sizes)
     x = torch.randn(2, 5, 16, requires_grad=True)
     # a bias changes which experts are chosen, but not the routing weights

@@ -203,7 +203,7 @@ CP, TP3 = "--parallelism.context_parallel_degree=2", "--parallelism.tensor_paral
         slow(make_real_model, 3, [TP3]),
     ],
 )
-def test_fine_tuning_takes_the_steps_of_transformers_and_exports_its_weights(
+def test_fine_tuning_makes_the_same_steps_as_transformers_and_exports_the_same_weights(
     make, n_ranks, keys, run_training, tmp_path, pytestconfig
 ):
     source = tmp_path / "source"

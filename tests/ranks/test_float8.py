@@ -100,7 +100,7 @@ def test_float8_matmuls_use_fast_accumulation_in_forward_but_not_in_backward(
 # ---------------------------------------------------------------- which layers
 
 
-def test_layers_are_left_out_by_name_and_by_dims_on_every_rank():
+def test_float8_skips_layers_by_name_and_by_dims_on_every_rank():
     linears = {
         "layers.0.attention.wq": (64, 64),
         "layers.0.attention.wk": (32, 64),

@@ -67,7 +67,7 @@ FAST_MUON = (
 
 
 @each_row("name", MUON_LAYOUTS, fast=[f"Muon, {name}" for name in FAST_MUON])
-def test_muon_has_the_weights_and_the_state_of_one_process(pool, tmp_path, name):
+def test_muon_has_the_same_weights_and_state_on_a_layout_and_in_one_process(pool, tmp_path, name):
     """Make five steps. Some of them are clipped, and some are skipped. Updates may differ by 1e-5."""
     trial = compare.try_row(MUON_LAYOUTS[name], pool.run, tmp_path, len(STEPS))
     assert not trial.faults and {"state", "updates"} <= trial.measures.keys()

@@ -154,7 +154,7 @@ def test_a_loss_formula_that_returns_no_loss_per_token_is_refused():
 
 
 @each_row("chunk_tokens", [1, 7, 1000])
-def test_in_bfloat16_its_error_is_at_most_the_error_of_torchs_loss(chunk_tokens):
+def test_in_bfloat16_the_error_of_the_loss_is_at_most_that_of_torchs_loss(chunk_tokens):
     case = make_case(torch.bfloat16)
     truth = compute("cross_entropy", case)
     plain = compute("cross_entropy", case, torch.bfloat16)

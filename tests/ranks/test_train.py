@@ -286,7 +286,7 @@ def test_new_moments_begin_once_however_often_the_command_is_started(
         assert "(2 in total)" in (folder / "log.txt").read_text()  # of the spike filter
 
 
-def test_the_options_that_a_refusal_prints_continue_in_a_different_folder(
+def test_the_options_that_a_refusal_prints_continue_the_run_in_a_different_folder(
     run_training, unbroken, tmp_path
 ):
     folder, keys = unbroken

@@ -365,7 +365,7 @@ def test_a_row_is_refused_if_the_template_hides_where_its_answers_are(line, make
 
 
 @each_row("written", [".lstrip('a')", ".replace('+', '')", ".split('2')[-1]", " | upper"])
-def test_a_message_that_the_template_changes_is_counted(written, make_folder):
+def test_messages_that_the_template_changes_are_counted(written, make_folder):
     folder = make_folder(
         "{% for message in messages %}{{ message.content" + written + " }}</s>{% endfor %}"
     )
@@ -445,7 +445,9 @@ def test_without_transformers_the_extra_is_named(prepare, monkeypatch):
     assert "`chat`" in prepare([{"messages": EXCHANGE}], status=2)
 
 
-def test_every_token_of_the_assistant_is_a_target_once_and_no_other_is(prepare, tmp_path):
+def test_every_token_of_an_answer_is_a_target_once_and_no_other_token_is_a_target(
+    prepare, tmp_path
+):
     rows = []
     expected_ids, expected_targets = [], []
     for n in range(1, 40):

@@ -159,7 +159,7 @@ bench --layout tp3                                           | Change its degree
 
 
 @each_row("args, key", WRONG)
-def test_wrong_input_ends_a_tool_with_status_2_and_its_key(
+def test_wrong_input_ends_a_tool_with_status_2_and_names_the_key(
     args, key, run_tool, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -185,7 +185,7 @@ def list_numbers() -> list[tuple[str, Option]]:
 
 
 @pytest.mark.parametrize("name, option", list_numbers(), ids=lambda each: str(each[0]))
-def test_a_number_given_to_a_tool_has_limits(name, option, capsys):
+def test_every_numeric_argument_of_a_tool_has_limits(name, option, capsys):
     for text in ("1e31", "-2", "nan", "inf", "x"):
         given = [f"{option.name}={text}"] if option.name.startswith("-") else ["--", text]
         with pytest.raises(SystemExit) as stop:

@@ -109,7 +109,7 @@ def test_a_wrong_tokenizer_or_a_damaged_file_is_refused(ours, tmp_path, run):
     assert str(ours / "rank-00000.safetensors") in run(ours, tmp_path / "out", status=1)
 
 
-def test_a_model_that_no_family_has_is_not_exported(tmp_path, run):
+def test_a_model_that_belongs_to_no_family_is_not_exported(tmp_path, run):
     """test_hugging_face_refused.py tests every refusal that the config determines."""
     save_ours(tmp_path / "step-7", replace(FLAVORS["Mixtral"], vocab_size=258), bias=0.25)
     said = run(tmp_path / "step-7", tmp_path / "out", status=2)

@@ -304,7 +304,7 @@ def test_a_file_is_read_in_its_encoding(encoding, suffix, prepare_here):
     assert list_texts(Path("out"), "train") == (ROWS[:1] if suffix == "txt" else ROWS)
 
 
-def test_links_are_followed_once_and_what_is_skipped_is_counted_by_its_reason():
+def test_links_are_followed_once_and_skipped_files_are_counted_by_reason():
     Path("in/a").mkdir(parents=True)
     Path("elsewhere").mkdir()
     for name in "in/a/1.txt in/2.LOG in/.hidden in/3.png in/README elsewhere/4.txt".split():
@@ -343,7 +343,9 @@ rows.jsonl --validation-share=0.999999 | ["row 19"] | [{NINETEEN}]
 
 
 @each_row("args, train, validation", SPLITS)
-def test_no_split_is_empty_and_a_single_text_is_cut(args, train, validation, prepare_here):
+def test_no_split_is_empty_and_a_single_text_is_cut_into_both_splits(
+    args, train, validation, prepare_here
+):
     Path("one.txt").write_text("0123456789" * 2)
     write_rows(Path("row.jsonl"), ["single"])
     Path(".held").mkdir()
@@ -387,7 +389,7 @@ def list_problems(*args: str | Path) -> Problems:
     return Problems(config, rules=check_data(config, BYTES))
 
 
-def test_a_corpus_that_cannot_be_used_is_one_problem_with_its_name_and_a_remedy(tmp_path):
+def test_a_corpus_that_cannot_be_used_causes_one_problem_with_its_name_and_a_remedy(tmp_path):
     made = write_corpus(tmp_path / "made", [[[1, 2], [3]]])
     assert not list_problems(made, "--validation.no_enable")
     (problem,) = list_problems(made)

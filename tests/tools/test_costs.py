@@ -118,7 +118,7 @@ def assert_equal_traffic(predicted: dict[object, Moved], counted: dict[object, M
 
 
 @each_row("name", LAYOUTS, fast=FAST)
-def test_traffic_of_the_closed_form_is_that_of_a_dry_run(name):
+def test_traffic_of_the_closed_form_equals_that_of_a_dry_run(name):
     """Compare the closed form with a dry run: calls and bytes of each operation over each axis, on the first and the
     last pp rank, in bf16."""
     planned = read(name, **{DTYPE: "bfloat16"})
@@ -166,7 +166,7 @@ mixtral_8x22b 2048 0 1 |
 
 
 @each_row("place, keys", read_lines(LARGE) + SLOW, slow=SLOW)
-def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(place, keys):
+def test_memory_of_the_closed_form_equals_that_of_a_dry_run_of_a_large_model(place, keys):
     name, *numbers = place.split()
     n_gpus, pp_rank, n_microbatches = map(int, numbers)
     planned = plan_run(["--config", name, *keys.split()], n_gpus, "h100")
@@ -188,7 +188,7 @@ def test_memory_of_the_closed_form_is_that_of_a_dry_run_of_a_large_model(place, 
     ],
     fast=[("dp2 x tp2", 0)],
 )
-def test_memory_of_a_dry_run_is_what_the_allocator_gives_out(name, pp_rank):
+def test_memory_of_a_dry_run_equals_the_memory_that_the_allocator_gives_out(name, pp_rank):
     planned = read(name, "cpu", **({EP: 1} if "experts" in name else {}))
     run = planned.config, planned.model_args, planned.layout
     assert dry_run(planned, pp_rank).peak_bytes == pytest.approx(
@@ -238,7 +238,7 @@ HELD = ("pp2 x tp2", "dp2 x tp2", "hsdp2x2, float8", "experts, dp2 x tp2, ep4")
 
 
 @each_row("name", REAL_STEPS, slow=HELD)
-def test_a_real_step_moves_what_was_forecast(pool, name):
+def test_the_traffic_of_a_real_step_equals_the_forecast(pool, name):
     for forecast, counted in pool.run(count_real_step, *REAL_STEPS[name]):
         assert_equal_traffic(forecast, counted)
 

@@ -408,6 +408,8 @@ def test_text_column_names_the_column_with_the_messages(encode):
     assert document.tokens == encode({"messages": talk}).tokens
 
 
-def test_only_last_turn_trains_after_a_conversation_that_the_assistant_begins(folder, encode):
+def test_only_the_last_turn_is_trained_on_even_if_the_assistant_begins_the_conversation(
+    folder, encode
+):
     document = encode(read_json('{"messages": [A(hi), U(2+2?), A(4)]}'), only_last_turn=True)
     assert decode_targets(document, folder) == "4" + END

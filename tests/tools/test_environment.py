@@ -134,7 +134,7 @@ other; python_version < "3.99" | 1 | no
 
 
 @each_row("requirement, version, is_met", VERSIONS)
-def test_a_package_counts_only_within_its_bounds(
+def test_a_requirement_is_met_only_if_the_version_is_within_its_bounds(
     tmp_path, monkeypatch, requirement, version, is_met
 ):
     monkeypatch.syspath_prepend(add_package(tmp_path, "some", version))

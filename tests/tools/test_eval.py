@@ -67,7 +67,7 @@ def measure(model, window_size: int) -> dict[str, float]:
     return dict(zip(names, figures, strict=True)) | {"tokens": n_tokens, "bytes": N_BYTES}
 
 
-def test_a_text_has_the_loss_of_transformers_on_the_same_windows(
+def test_the_loss_of_a_text_equals_that_of_transformers_on_the_same_windows(
     evaluate, checkpoint, export, texts, run_tool
 ):
     theirs = LlamaForCausalLM.from_pretrained(export, dtype=torch.float32)

@@ -249,7 +249,7 @@ def test_plan_names_what_the_forecast_leaves_out(answers, name):
         assert not unmodeled
 
 
-def test_plan_counts_the_window_of_a_row_and_two_predictions_but_no_embedding(answers):
+def test_plan_counts_the_flops_of_a_window_and_of_two_predictions_but_of_no_embedding(answers):
     flops = []
     for name in ("", "a window", "a second prediction", "ids"):
         plan = read_plan(answers, name)

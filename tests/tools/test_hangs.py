@@ -75,7 +75,7 @@ def test_a_hang_is_reported_with_the_rank_that_the_others_wait_for(start, name):
 
 @pytest.mark.slow
 @each_row("is_cut_off", [False, True])
-def test_a_hang_on_another_host_is_reported_with_its_only_rank(start, is_cut_off):
+def test_the_report_of_a_hang_on_another_host_names_the_rank_there(start, is_cut_off):
     shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": find_port()}
     hosts = []
     for n in range(2):

@@ -63,7 +63,7 @@ QUANTITIES = """
 
 
 @each_row("text, value", QUANTITIES)
-def test_a_quantity_is_a_number_with_a_unit(text, value):
+def test_an_answer_of_a_lab_is_a_number_with_or_without_a_unit(text, value):
     assert read_quantity(text) == pytest.approx(float(value))
 
 

@@ -166,7 +166,7 @@ DualPipeV 2 4 20 | 3 |
 
 
 @each_row("row", PAPERS)
-def test_bubbles_and_microbatches_in_flight_are_those_of_the_papers(row):
+def test_bubbles_and_microbatches_in_flight_equal_the_formulas_of_the_papers(row):
     (schedule, *sizes), (idle,), in_flight = map(str.split, row)
     v, pp, m, idle = map(int, [*sizes, idle])
     timeline = run(schedule, pp, m, v)

@@ -21,7 +21,7 @@ PAGES = {
 }
 
 
-def test_slices_of_uneven_sizes_are_those_of_torch():
+def test_slices_of_uneven_sizes_equal_those_of_torch():
     assert [len(slice_range(range(10), 4, index)) for index in range(4)] == [3, 3, 3, 1]
 
 

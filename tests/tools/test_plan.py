@@ -124,7 +124,7 @@ def test_zero_stage_follows_from_either_key_and_no_gradients_are_copied_if_nothi
 # ---------------------------------------------------------------- remarks
 
 
-def test_an_idle_pipeline_gets_the_number_of_microbatches_that_it_needs():
+def test_for_an_idle_pipeline_plan_suggests_a_sufficient_number_of_microbatches():
     run = f"llama3_405b 16384 --{PP}=16 --{TP}=8 {ONE_STAGE} --{BATCH}"
     planned = read(f"{run}=16")
     # The bubble is (p-1)/(m+p-1) = 15/31 of the pipeline's time, and slightly less of the whole step.
@@ -230,7 +230,7 @@ def test_the_time_of_a_collective_is_bytes_over_bandwidth_plus_a_latency_per_hop
     assert H100.expose(8, 2, 2.0, 3.0) == H100.network_contention * 2.0
 
 
-def test_keys_of_the_config_that_make_a_step_faster_are_read():
+def test_plan_considers_the_config_keys_that_make_a_step_faster():
     run = f"llama3_70b 64 --{TP}=8"
     plain = read(run)
     float8 = "--model.converters=float8 --quantize.linear.float8.enable_fsdp_float8_all_gather"
@@ -290,7 +290,7 @@ def test_the_time_of_a_small_layer_is_the_time_in_which_the_host_launches_its_ke
     assert phases.forward == pytest.approx(launches)
 
 
-def test_a_layout_that_is_too_tight_gets_settings_that_fit(run_tool):
+def test_if_a_layout_does_not_fit_plan_suggests_settings_that_fit(run_tool):
     run = f"llama3_70b 64 --{TP}=4 --{PP}=2 --{BATCH}=16"
     planned = read(run)
     (remark,) = (remark for remark in list_remarks(planned) if "does not fit" in remark)

@@ -100,7 +100,7 @@ def test_the_page_begins_with_a_summary_in_sentences(page, folder, run):
 
 
 @each_row("loss", ["NaN", "null"])
-def test_a_loss_that_is_not_finite_stands_out(folder, tmp_path, loss):
+def test_the_report_mentions_a_loss_that_is_not_finite(folder, tmp_path, loss):
     run = copy_run(folder, tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
         file.write(f'{{{STEP_7}, "loss": {loss}}}\n')
@@ -122,7 +122,7 @@ def test_a_remedy_is_printed_for_a_large_bubble(run):
     assert re.search("is idle for .* of a step. Use .* microbatches", list_findings(run)[0])
 
 
-def test_a_spike_of_the_gradient_norm_stands_out(run, monkeypatch):
+def test_the_report_mentions_a_spike_of_the_gradient_norm(run, monkeypatch):
     norms = [(step, 8.0 + step % 5) for step in range(1, 13)]
     values = {"grad_norm_max": [(0, 70.0), *norms, (20, 61.0)], "skipped_steps": [(20, 1)]}
     values["loss"] = run.list_values("loss")
@@ -158,7 +158,9 @@ def copy_run(folder, new, replace=(), **keys):
     return new
 
 
-def test_runs_are_compared_by_what_differs_and_grouped_by_a_key(folder, tmp_path):
+def test_a_report_of_several_runs_shows_which_keys_differ_and_groups_runs_by_a_key(
+    folder, tmp_path
+):
     runs = []
     for rate in ("0.1", "0.2"):
         for seed in ("1", "2"):

@@ -89,7 +89,7 @@ def test_help_names_every_environment_variable_and_starts_nothing(checkout):
         assert name in answer.stdout, name
 
 
-def test_arguments_reach_the_launcher_unchanged_and_it_replaces_the_script(checkout):
+def test_arguments_reach_the_launcher_unchanged_and_the_launcher_replaces_the_script(checkout):
     """Signals reach the launcher, because the script replaces itself with the launcher (exec)."""
     args = ["--config", "my config.toml", "--job.description", "a  *", "--training.steps=20"]
     answer = checkout.run(*args, STATUS="143")

@@ -94,7 +94,7 @@ def cluster(tmp_path):
     return Cluster(tmp_path)
 
 
-def test_a_job_before_its_limit_saves_and_is_queued_again(cluster, letters, tmp_path):
+def test_a_job_that_comes_near_its_time_limit_saves_and_is_requeued(cluster, letters, tmp_path):
     folder = tmp_path / "job"
     job = cluster.start(*KEYS, *letters, f"--job.dump_folder={folder}")
     read_until(job, r"step +3/")
