@@ -160,7 +160,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
                 find_non_finite = load_module("components.diagnosis").find_non_finite
                 culprit = find_non_finite(run.parts, mesh.coordinates(), repeat)
                 why = f"gradient norm {grad_norm}, weights neither updated nor saved: {culprit}"
-                remedy = f"change them, for example by --optimizer.lr={config.optimizer.lr / 2:g}"
+                remedy = f"change them, for example with --optimizer.lr={config.optimizer.lr / 2:g}"
                 failure = f"step {step}: {why}. The same settings would fail again: {remedy}"
                 metrics.stop(step, failure)
                 break

@@ -2,11 +2,11 @@
 
     python3 -m assets.benchmarks.published      assets/benchmarks/published_layouts.csv  ->  the rows of BARS
 
-Most columns of the file are fields of ModelArgs, MoEArgs, Layout and Workload. If the `engine` is deepspeed, steps are
-slower by a fitted factor, and the published memory was read from the driver. If `allocated` is set, the published
-memory counts only allocated memory, not all memory that the caching allocator has reserved. Rows with the `evidence`
-"recalled" are not used. A stack is the code base of a trainer. All rows of a stack are held out of a fit together. Rows
-of MoE models have the same weight as all other rows.
+Most columns of the file are fields of ModelArgs, MoEArgs, Layout and Workload. If the `engine` is deepspeed, the
+forecast multiplies the step time by a fitted factor, and the published memory is what the GPU's driver reports. If
+`allocated` is set, the published memory counts only allocated memory, not all memory that the caching allocator has
+reserved. Rows with the `evidence` "recalled" are not used. A stack is the code base of a trainer. All rows of a stack
+are held out of a fit together. Rows of MoE models have the same weight as all other rows.
 """
 
 import csv

@@ -103,8 +103,8 @@ def load_checkpoint(checkpoint: OpenCheckpoint, tensors: dict[str, Tensor]) -> N
         elif not name.startswith(SPIKES):
             raise CheckpointError(
                 f"{checkpoint.folder} does not fit this run: {name} has shape {list(tensor.shape)} in this run, "
-                f"but {found} in the checkpoint. If the model, the optimizer or an extension has changed, undo that, "
-                "or start another run from its weights: checkpoint.initial_load_path"
+                f"but {found} in the checkpoint. If the model, the optimizer or an extension has changed, undo the "
+                "change, or start a new run from the weights of this checkpoint (checkpoint.initial_load_path)"
             )
         # Otherwise, the tensor is the history of the spike filter. The run that saved the checkpoint had no filter, or
         # its filter had a different window. In both cases, the filter of this run starts without a history.

@@ -152,10 +152,11 @@ class CheckpointSaver(AbstractContextManager):
     device: torch.device
 
     def after_step(self, step: int, *, n_steps: int, is_stopped: bool) -> dict[str, Any]:
-        """Save a checkpoint after this step, if a save is due. `is_stopped`: whether a signal ends the run. Collective.
+        """Save a checkpoint after this step, if a save is due. `is_stopped`: whether a signal asked the run to end.
+        Collective.
 
-        Returns a dict with the path of the checkpoint and the seconds that the ranks waited. The dict is empty if
-        nothing is saved.
+        Returns a dict with the path of the checkpoint, and the time in seconds that the ranks waited. The dict is empty
+        if nothing is saved.
         """
         is_first = step == 1 and self.section.enable_first_step_checkpoint
         is_due = is_stopped or is_first or step == n_steps or step % self.section.interval == 0

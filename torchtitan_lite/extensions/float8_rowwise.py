@@ -4,8 +4,9 @@
     dx = dy @ w        dy: a scale per token (row)             w: a scale per in feature (column), or a single scale
     dw = dy.T @ x      dy: a scale per out feature (column)    x: a scale per in feature (column), or in high precision
 
-Scales are powers of two. Multiplying by a power of two is exact, so a value becomes the same float8 in forward and
-backward. The values that share a scale have a smaller range than a full tensor, so e4m3 is enough for dy too.
+Scales are powers of two. Scaling by a power of two is exact, so forward and backward round a value to the same float8
+number, even if their scales differ. The values that share a scale have a smaller range than a full
+tensor, so e4m3 is enough for dy too.
 
 Sources: arXiv:2209.05433; the recipes come from torchao. According to published measurements, rowwise is often slower
 than bfloat16 on an H100.

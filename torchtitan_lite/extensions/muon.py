@@ -64,8 +64,8 @@ class HiddenMatrix(NamedTuple):
 
 
 class Muon(AdamW):
-    """Muon and AdamW. The constructor takes (FQN, parameter) pairs. Newton-Schulz uses the `compute_dtype` of a
-    group."""
+    """Muon and AdamW. The constructor takes (FQN, parameter) pairs. Newton-Schulz runs in the `compute_dtype` of the
+    parameter group."""
 
     def __init__(self, groups: list[dict], **options):
         super().__init__(groups, **options)

@@ -39,8 +39,8 @@ def read_earlier(folder: Path) -> dict[str, object]:
 
 
 def check_earlier(section: Checkpoint, folder: Path) -> Refused:
-    """Report a dump folder that has an earlier run. Reports nothing if this run resumes the earlier run, or if the
-    earlier run ended before its first save."""
+    """Report a problem if the dump folder contains an earlier run. Reports nothing if this run resumes the earlier run,
+    or if the earlier run ended before its first save."""
     earlier = read_earlier(folder)
     saved_in = earlier.get("checkpoint.folder", section.folder)
     why = "the folder has an earlier run, which saved no checkpoints"

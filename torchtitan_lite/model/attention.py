@@ -44,8 +44,8 @@ class InnerAttention(nn.Module):
 
     def positions(self, n_keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the positions of the queries, (Q,), and of the keys, (S,), in the full sequence. Context parallel
-        overrides this method, because a rank has only some of the queries, and all-gathers the keys in an order that is
-        not the order of the sequence."""
+        overrides this method, because a cp rank has only some of the queries, and because the all-gathered keys are not
+        in the order of the sequence."""
         positions = torch.arange(n_keys, device=device)
         return positions, positions
 

@@ -106,7 +106,7 @@ def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
         if not isinstance(parameter, DTensor) and not fqn.startswith(moes):
             raise UserError(
                 f"the plan for tensor parallel has no style for {fqn}: "
-                "change the kind of its row in the table of the model"
+                "in the model's table, change the kind of this parameter's row"
             )
     share_embedding(part)
 

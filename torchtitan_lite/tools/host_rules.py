@@ -144,7 +144,7 @@ def check_heads(config: Config, model_args: ModelArgs, machine: Machine) -> Refu
     attention = config.model.attention
     uses_flex = ATTENTIONS[attention].uses_documents or has_masks(attention, model_args)
     if machine.device_type == "cuda" and uses_flex and model_args.head_dim < LEAST_HEAD_DIM:
-        why = f"on a GPU, documents, windows and sinks need at least {LEAST_HEAD_DIM} features per head"
+        why = f"on a GPU, document masks, windows and attention sinks need heads of at least {LEAST_HEAD_DIM} features"
         remedy = f"Set it to {LEAST_HEAD_DIM}, or use fewer heads"
         yield "model.head_dim", f"{why}, and heads have {model_args.head_dim}", remedy
 

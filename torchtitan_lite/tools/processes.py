@@ -15,7 +15,7 @@ WORKER_ENVIRONMENT = {
 }
 PRELOADED = [  # the fork server imports these modules once, so its workers need not import them
     "torch.distributed",
-    "torchtitan_lite.step",  # the trial `train.py` needs this module and the next two in this list
+    "torchtitan_lite.step",  # this module and the next two are for the trial that runs train.py
     "torchtitan_lite.checkpoint.load",
     "torchtitan_lite.tools.verify.train_py",
 ]

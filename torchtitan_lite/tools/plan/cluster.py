@@ -133,7 +133,8 @@ class Cluster:
         return n_bytes / (self.memory_bandwidth * self.memory_efficiency)
 
     def collective_time(self, stride: int, n: int, whole_bytes: float) -> float:
-        """Return the seconds to all-gather or reduce-scatter a tensor over n ranks that are `stride` ranks apart."""
+        """Return the time in seconds to all-gather or reduce-scatter a tensor over n ranks that are `stride` ranks
+        apart."""
         if n == 1:
             return 0.0
         seconds = whole_bytes * (n - 1) / n / self.find_bandwidth(stride, n)

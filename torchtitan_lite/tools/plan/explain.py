@@ -100,8 +100,8 @@ def join_layers(owners: list[str]) -> str:
 
 
 def format_collectives(collectives: list[Collective]) -> str:
-    """Return a table of the collectives in and between forward and backward. Equal passes, and equal layers of a pass,
-    are merged."""
+    """Return a table of the collectives in and between forward and backward. Identical passes, and identical layers
+    within a pass, are printed once."""
     passes = Counter()
     for phase, calls in groupby(
         collectives, key=lambda call: call.site.phase.replace("recompute", "backward")

@@ -47,7 +47,7 @@ Times = tuple[float, float, float]
 
 
 class Phases(NamedTuple):
-    """Seconds of one microbatch on a rank. The first three fields include the other five, which are the time of
+    """Seconds that one microbatch takes on a rank. The first three fields include the other five, which are the time of
     recompute and the waits for each mesh axis."""
 
     forward: float = 0.0

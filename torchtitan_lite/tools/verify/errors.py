@@ -13,7 +13,9 @@ from torchtitan_lite.dtensor import local_shard
 ROUNDING = 2.0**-24  # largest relative error of one fp32 operation
 LARGEST_ERROR = 1e30  # JSON has no infinity
 Coordinates = dict[str, int]  # mesh dim -> coordinate of a rank
-Key = tuple[int, str, str]  # step, measure, name of a parameter, module or function
+Key = tuple[
+    int, str, str
+]  # step, measure (such as the gradient), and the name of a parameter, module or function
 
 
 @dataclass
