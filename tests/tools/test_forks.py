@@ -29,7 +29,8 @@ SHORT = {  # abbreviation in the table below -> keys
 # fork | tool | keys | exit status | words of the answer. SLOW_WALKS certify each fork on dp2 x tp2 and on pp2, in all
 # trials. Parameters of "a norm" have no names in transformers, which computes the norm in a different way.
 ENDS = read_lines("""
-a second prediction | verify wide | STAGES --ranks=2 | 0 | 'cross_entropy' had no observed effect
+a second prediction | verify wide | STAGES --model.attention=document --ranks=2 | 0 \
+    | 'cross_entropy' had no observed effect
 adapters | verify wide | STAGES --ranks=2 | 0 | certified
 an attention | verify wide | CONTEXT --ranks=2 | 0 | 'sliding' had no observed effect
 an attention | check | CONTEXT --parallelism.context_parallel_rotate_method=ring --gpus=2 | 2 | the ring has no masks

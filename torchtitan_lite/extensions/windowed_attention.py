@@ -73,7 +73,9 @@ class WindowedAttention(DocumentAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, doc_ids: Masks | None) -> Tensor:
         """Attend with the result of `plan`. query and result: (B, heads, Q, E). key, value: (B, kv heads, K, E)."""
         if doc_ids is None:
-            doc_ids = self.plan(torch.zeros(1, key.shape[2], dtype=torch.int64, device=key.device))
+            doc_ids = torch.zeros_like(key[:1, 0, :, 0], dtype=torch.int64)
+        if isinstance(doc_ids, Tensor):  # the model did not call `plan`
+            doc_ids = self.plan(doc_ids)
         mask = doc_ids[self.kinds.index(self.window)]
         sinks = None if self.sinks is None else self.sinks()
         if isinstance(mask, BlockMask):

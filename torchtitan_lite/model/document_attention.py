@@ -41,6 +41,8 @@ class DocumentAttention(InnerAttention):
     ) -> Tensor:
         """Attend; `doc_ids` is the result of `plan`. query and result: (B, heads, Q, E). key, value: (B, kv heads, S,
         E)."""
+        if isinstance(doc_ids, Tensor) and doc_ids.dim() == 2:  # the model did not call `plan`
+            doc_ids = self.plan(doc_ids)
         if isinstance(doc_ids, BlockMask):
             return attend_in_blocks(query, key, value, doc_ids)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=doc_ids, enable_gqa=True)
