@@ -104,8 +104,9 @@ class CachedModel:
     def require_equal_pieces(self) -> None:
         """Raise UserError if reading a token after 64 others gives different logits than reading all tokens at once.
 
-        The logits differ if layers mix tokens outside attention. The check runs only in float32, because rounding in
-        bfloat16 hides the difference. Also raises UserError if the model fails with the cache.
+        The logits differ if layers mix tokens outside attention, or call an attention several times. The check runs
+        only in float32, because rounding in bfloat16 hides the difference. Also raises UserError if the model fails
+        with the cache.
         """
         tokens = [0, 1] * 32
         try:
@@ -122,8 +123,8 @@ class CachedModel:
         error = (alone - at_once).abs().max() / at_once.abs().max()
         if error > MOST_ERROR and self.model.output.weight.dtype == torch.float32:
             raise UserError(
-                "The KV cache cannot serve this model: layers mix tokens outside of attention.inner. The cache changes "
-                f"the logits by {error:.0e}. Use eval, which needs no cache."
+                "The KV cache cannot serve this model: layers mix tokens outside of attention.inner, or call it "
+                f"several times. The cache changes the logits by {error:.0e}. Use eval, which needs no cache."
             )
 
     @torch.inference_mode()

@@ -251,7 +251,7 @@ class PlainModel:
                 if type(module) is not known:
                     raise UserError(
                         f"layers.{layer} has {type(module).__name__}, but verify only supports {known.__name__}. "
-                        f"Add its formula to PlainExperts in {__file__}."
+                        f"Add its formula to PlainExperts, and its class to this condition, in {__file__}."
                     )
             self.experts[layer] = PlainExperts(moe, layer, biases_decide=biases_decide)
         self.parameters = dict(self.model.named_parameters())
