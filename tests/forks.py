@@ -438,6 +438,51 @@ def read_ids(batch):
 MODEL = ModelTable(llama3.FLAVORS, list_block, llama3.list_ends, fields={"ids": read_ids})
 """
 
+SLOPES_MODULES = '''"""Llama with ALiBi (arXiv:2108.12409): scores fall with distance, by a slope for each head."""
+
+import math
+
+import torch.nn.functional as F
+
+from torchtitan_lite.extensions.windowed_attention import Sinks
+from torchtitan_lite.model.attention import InnerAttention
+from torchtitan_lite.models.llama3.modules import Llama3
+
+
+class SlopedAttention(InnerAttention):
+    def __init__(self, n_heads):
+        super().__init__()
+        self.slopes = Sinks(n_heads).requires_grad_(False)
+
+    def forward(self, query, key, value, doc_ids):
+        queries, keys = self.positions(key.shape[2], key.device)
+        distance = queries[:, None] - keys
+        slopes = self.slopes()[:, None, None]
+        scores = (-slopes * distance).masked_fill(distance < 0, -math.inf)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=scores, enable_gqa=True)
+
+
+class Model(Llama3):
+    def __init__(self, args, *, attention="causal"):
+        super().__init__(args, attention=attention)
+        for block in self.layers.values():
+            block.attention.inner = SlopedAttention(args.n_heads)
+'''
+
+SLOPES_TABLE = """from torchtitan_lite.config.model_rows import ModelTable, ModuleRow
+from torchtitan_lite.models.llama3 import table as llama3
+
+
+def list_block(args, moe=None):
+    heads = args.n_heads
+    slopes = tuple(2 ** (-8 * (head + 1) / heads) for head in range(heads))
+    row = ModuleRow("attention.inner.slopes", "norm", (heads,), "colwise", init_mean=slopes)
+    return [*llama3.list_block(args, moe), row]
+
+
+MODEL = ModelTable(llama3.FLAVORS, list_block, llama3.list_ends)
+"""
+
 
 def add_model(name: str, modules: str, table: str) -> Fork:
     folder = f"torchtitan_lite/models/{name}"
@@ -574,6 +619,7 @@ a gain | gain | GAIN
 a value | value | VALUE
 adapters | adapters | FROZEN
 ids | ids | IDS
+slopes | slopes | SLOPES
 """
 for name, model, code in read_lines(MODELS):
     FORKS[name] = add_model(model, globals()[f"{code}_MODULES"], globals()[f"{code}_TABLE"])

@@ -59,6 +59,7 @@ REFUSED = {  # fork -> tool -> the key that it names
     "an attention": {"generate": "model.attention", "convert": "model.attention"},
     "a window": {"convert": "window"},
     "an inner attention": {"generate": "layers.1.attention.inner"},
+    "slopes": {"generate": "layers.0.attention.inner"},
     "ids": {"generate": "The forward fails if targets and extra fields are missing"},
 }
 MODEL_FORKS = []  # the forks that `explain` shows
@@ -200,6 +201,7 @@ latent attention | 3136  # in each layer matrices of 40 x 64 and 96 x 32 and a n
 a gain | 2
 a value | 65
 adapters | -145408  # in each layer matrices of 8 x 64 and 64 x 8; the embedding of 2304 x 64 is tied
+slopes | 8  # a slope for each of four heads in each layer
 ids | 294912  # in each layer an embedding of 2304 x 64
 a gpt | -7616  # positions of 64 x 64; each layer has 288 biases, and two matrices of 64 x 96 instead of three
 """)
@@ -228,6 +230,7 @@ UNMODELED = dict(
     read_lines("""
 a second prediction | calls of output
 ids | of_ids
+slopes | attention.inner.slopes
 a teacher | training.teacher = initial
 a loss | training.loss = z_loss
 an optimizer | optimizer.name = Lion
@@ -309,7 +312,7 @@ def test_a_fork_trains_resumes_elsewhere_is_verified_generates_and_is_converted(
     assert status == 0, out + err
     idle = json.loads(out)["did_not_act"]  # the plain loop has no code for these keys
     for key, forks in {
-        "model.attention": {"an attention", "an inner attention"},
+        "model.attention": {"an attention", "an inner attention", "slopes"},
         "training.loss": {"a loss", "a second prediction", "a teacher", "a value"},
     }.items():
         assert (key in idle) == bool(forks.intersection(names))

@@ -134,7 +134,8 @@ class ModuleRow:
     # init_mean
     init_std: float = 0.0
     bias: bool = False  # whether the module has a bias, which starts at 0
-    init_mean: float = 0.0
+    # a number, or a tuple that is broadcast to the weight, such as one value per head
+    init_mean: float | tuple[float, ...] = 0.0
     # For colwise modules: number of key/value heads in the output. If tp has more ranks than there are heads, several
     # ranks share each head.
     kv_heads: int = 0

@@ -43,13 +43,13 @@ def initialize_weights(part: nn.Module, seed: int, device: torch.device | None =
 
 def fill_tensor(full: Tensor, entry: Parameter, generator: torch.Generator) -> None:
     """Fill the full tensor of one parameter with 0 for a bias, otherwise with normal values. `entry.row` has their mean
-    and standard deviation. If the standard deviation is 0, as for a norm, all values are equal to the mean.
+    and standard deviation. If the standard deviation is 0, as for a norm, each value is equal to its mean.
 
     Normal values are clamped at three standard deviations; `trunc_normal_` would be slower.
     """
-    mean = entry.row.init_mean
     std = entry.row.init_std
     if entry.is_bias:
         full.zero_()
     else:
-        full.normal_(mean, std, generator=generator).clamp_(mean - 3 * std, mean + 3 * std)
+        full.normal_(std=std, generator=generator).clamp_(-3 * std, 3 * std)
+        full += full.new_tensor(entry.row.init_mean)
