@@ -390,18 +390,29 @@ FLAVORS = {"debug": replace(llama3.DEBUG, tie_embeddings=True)}
 MODEL = ModelTable(FLAVORS, list_block, llama3.list_ends)
 """
 
-IDS_MODULES = '''"""Llama with an embedding of the tokens in each block, read from a field of the batch."""
+IDS_MODULES = '''"""Llama with an embedding and a bias of tokens in each block, read from a field of the batch."""
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 from torchtitan_lite.model.rotary import rotary_angles
 from torchtitan_lite.models.llama3.modules import Llama3, TransformerBlock
 
 
+class BiasedEmbedding(nn.Embedding):
+    def __init__(self, n_rows, dim):
+        super().__init__(n_rows, dim)
+        self.bias = nn.Parameter(torch.empty(n_rows))
+
+    def forward(self, ids):
+        return super().forward(ids) + F.embedding(ids, self.bias[:, None])
+
+
 class Block(TransformerBlock):
     def __init__(self, args, inner, *, is_moe):
         super().__init__(args, inner, is_moe=is_moe)
-        self.of_ids = nn.Embedding(args.vocab_size, args.dim)
+        self.of_ids = BiasedEmbedding(args.vocab_size, args.dim)
 
     def forward(self, x, rotation, doc_ids, ids):
         return super().forward(x + self.of_ids(ids), rotation, doc_ids)
@@ -427,7 +438,7 @@ from torchtitan_lite.models.llama3 import table as llama3
 
 def list_block(args, moe=None):
     weight = (args.vocab_size, args.dim)
-    row = ModuleRow("of_ids", "embedding", weight, "vocabulary", 0.02)
+    row = ModuleRow("of_ids", "embedding", weight, "vocabulary", 0.02, bias=True)
     return [*llama3.list_block(args, moe), row]
 
 

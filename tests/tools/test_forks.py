@@ -202,7 +202,7 @@ a gain | 2
 a value | 65
 adapters | -145408  # in each layer matrices of 8 x 64 and 64 x 8; the embedding of 2304 x 64 is tied
 slopes | 8  # a slope for each of four heads in each layer
-ids | 294912  # in each layer an embedding of 2304 x 64
+ids | 299520  # in each layer an embedding of 2304 x 64, and 2304 biases
 a gpt | -7616  # positions of 64 x 64; each layer has 288 biases, and two matrices of 64 x 96 instead of three
 """)
 )

@@ -236,8 +236,7 @@ def check_tp(config: Config, model_args: ModelArgs, world_size: int) -> Refused:
         return
     degrees = range(1, model_args.n_heads + 1)
     fitting = [n for n in degrees if world_size % n == 0 and not any(find_misfits(model_args, n))]
-    *others, last = map(str, fitting)
-    allowed = f"{', '.join(others)} or {last}" if others else last
+    allowed = " or ".join(map(str, fitting))
     if not sizes:
         row = rows[0]
         why = f"tp does not support the weight {row.weight} of {row.name} with tp_style {row.tp_style!r}"
@@ -295,10 +294,11 @@ def check_table(model_args: ModelArgs) -> Refused:
             why = f'has end = {row.end!r}, but all modules of {row.child!r} must have the same end, "first" or "last"'
             remedy = f"Set the same end for all these modules {place}"
             yield "model.name", f"{row.name}, outside the blocks, {why}", remedy
-        if row.kind in ("router", "experts"):
-            why = f"{row.name} is outside the blocks, where experts are not supported"
-            yield "model.name", why, f"Move it into a block {place}"
     for row in list_different_rows(model_args):
+        is_outside = row.end or row.child != "feed_forward" or not model_args.moe
+        if row.kind in ("router", "experts") and is_outside:
+            why = f"{row.name} is a {row.kind} outside the module feed_forward of a layer with experts"
+            yield "model.name", why, f"Move it there, or use a different kind {place}"
         if row.tp_style not in TP_STYLES.get(row.kind, ()):
             why = f"{row.name} is a {row.kind} module with tp_style {row.tp_style!r}"
             yield "model.name", why, f"Use one of these: {TP_STYLES}, {place}"
@@ -306,3 +306,6 @@ def check_table(model_args: ModelArgs) -> Refused:
             why = "is not inside another module, so tp would all-gather the input of its parent, the block or model"
             remedy = 'Use tp_style "sequence" (outside the blocks also "gathered"), or put the layer into a new module'
             yield "model.name", f"{row.name} {why}", f"{remedy} {place}"
+        elif row.bias and (row.name == "output" or row.kind == "experts"):
+            why = f"{row.name} has a bias, but the head and experts can have only a weight"
+            yield "model.name", why, f"Leave out its bias {place}"

@@ -53,12 +53,11 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lite.config.block import list_gathered, list_modules
 from torchtitan_lite.config.extensions import load_extension, load_module
-from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.dtensor import shard_parameters
 from torchtitan_lite.model.head import share_embedding
 from torchtitan_lite.model.loss import Vocabulary
@@ -97,17 +96,9 @@ def plan_tensor_parallel(part: nn.Module, tp: int) -> dict[str, "LocalStyle"]:
 def apply_tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the parameters of `part` (on meta), and make its modules compute with the shards.
 
-    Raises UserError if a parameter has no style: its gradient would cover only this rank's tokens.
+    Every parameter outside of MoE layers has a style, because `check_table` (config/checks.py) refuses all other rows.
     """
     parallelize_module(part, mesh, plan_tensor_parallel(part, mesh.size()))
-    layers = filter(part.model_args.is_moe, map(int, part.layers))
-    moes = tuple(f"layers.{layer}.feed_forward." for layer in layers)
-    for fqn, parameter in part.named_parameters():
-        if not isinstance(parameter, DTensor) and not fqn.startswith(moes):
-            raise UserError(
-                f"the plan for tensor parallel has no style for {fqn}: "
-                "in the model's table, change the kind of this parameter's row"
-            )
     share_embedding(part)
 
 
@@ -187,7 +178,7 @@ class SplitEmbedding(LocalStyle):
     """Looks up only the ids in this rank's shard, tokens (B, S) -> (B, S/tp, D). Backward computes the gradient of the
     shard."""
 
-    placements = {"weight": Shard(0)}
+    placements = ColwiseParallel.placements
 
     def compute(self, module: nn.Module, ranks: Ranks, x: Tensor) -> Tensor:
         n_rows = module.num_embeddings // ranks.n
