@@ -582,16 +582,6 @@ for name, said, *change in read_lines(BROKEN_STATES):
     code = LOCAL.replace("Local", file).replace(*map(fill_in, change))
     path = f"torchtitan_lite/extensions/{file}.py"
     BROKEN[name] = said, Fork((f"--optimizer.name={file}",), row, {path: code})
-NEAR_ROW = """
-config/choices.py | ATTENTIONS = { | \
-    "near": AttentionRow(window=lambda args, layer: 16 if layer % 2 else None),
-"""
-OWN_SOURCES = """
-data/corpus_folder.py | DATASETS: | \
-    "own_sources": lambda path: sorted(Path(__file__).parent.parent.rglob("*.py")),
-"""
-
-
 FORKS = {}
 # fork | a file of assets/forks | keys of a run that uses it
 PATCHES = """
@@ -609,7 +599,11 @@ FORKS |= {
         'config/choices.py | ATTENTIONS = { | "sliding": AttentionRow(extension="sliding", under_cp=True),',
         {"torchtitan_lite/extensions/sliding.py": SLIDING},
     ),
-    "a window": Fork(("--model.attention=near",), NEAR_ROW),
+    "a window": Fork(
+        ("--model.attention=near",),
+        """config/choices.py | ATTENTIONS = { | \
+            "near": AttentionRow(window=lambda args, layer: 16 if layer % 2 else None),""",
+    ),
     "a loss": Fork(
         ("--training.loss=z_loss",),
         'config/choices.py | LOSSES = { | "z_loss": LossRow(extension="z_loss"),',
@@ -619,7 +613,11 @@ FORKS |= {
         ("--lr_scheduler.decay_type=square", "--lr_scheduler.warmup_steps=1"),
         'config/choices.py | DECAYS: | "square": lambda progress: 1 - progress**2,',
     ),
-    "a corpus": Fork(("--training.dataset=own_sources",), OWN_SOURCES),
+    "a corpus": Fork(
+        ("--training.dataset=own_sources",),
+        """data/corpus_folder.py | DATASETS: | \
+            "own_sources": lambda path: sorted(Path(__file__).parent.parent.rglob("*.py")),""",
+    ),
 }
 # fork | its model | its code above
 MODELS = """
