@@ -527,6 +527,8 @@ a list in its sizes | unhashable type: 'list' | GAIN | llama3.FLAVORS \
     | {"debug": type(llama3.DEBUG)(**{**vars(llama3.DEBUG), "norm_eps": [1]})}
 a norm of three columns | one for each feature | GAIN | "norm", (1,) | "norm", (64, 3)
 a layer beside its block | is not inside another module | GPT | "mlp. | "
+a bias of the head | output has a bias | ENDS | llama3.list_ends(args) + [ \
+    | [ModuleRow("output", "linear", (args.vocab_size, args.dim), "vocabulary", 0.02, True, end="last"),
 """
 # fork -> what `verify` says about the fork, the key that chooses it, the table in config/choices.py, the fork's row in
 # this table

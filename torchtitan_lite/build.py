@@ -287,5 +287,4 @@ def start_from(
         steps = do_on_rank_0(group, lambda: find_steps(saver.folder))
     if not (steps or snapshots or section.initial_load_path):
         return 0
-    resume = load_module("resume").resume
-    return resume(run, steps, snapshots, group, restarted=restarted)
+    return load_module("resume").resume(run, steps, snapshots, group, restarted=restarted)

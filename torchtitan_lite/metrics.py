@@ -314,8 +314,7 @@ class JsonLinesSink:
     @cached_property
     def file(self) -> TextIO:
         if self.path.exists():
-            drop_later_steps = load_module("components.earlier_records").drop_later_steps
-            drop_later_steps(self.path, self.resumed_step)
+            load_module("components.earlier_records").drop_later_steps(self.path, self.resumed_step)
         # line-buffered: no record is lost if the process is killed
         return open(self.path, "a", encoding="utf-8", buffering=1)
 

@@ -72,8 +72,9 @@ def list_rare_notices(given: UserConfig, spec: RunSpec, restarted: bool) -> Iter
     if config.job.description:
         yield config.job.description
     if config.model.uses_float8:
-        about_float8 = load_module("config.float8").list_float8_notices
-        yield from about_float8(config, spec.model_args, spec.layout.tp)
+        yield from load_module("config.float8").list_float8_notices(
+            config, spec.model_args, spec.layout.tp
+        )
     if config.checkpoint.local_folder:
         folder = name_snapshots(config.checkpoint.local_folder, spec.dump_folder)
         yield f"snapshots are saved in {folder.absolute()} on each host"

@@ -137,7 +137,6 @@ ROWS = [  # row, tp, key of the problem
     (make_norm(128), 2, None),
     (make_norm(1), 2, None),  # a gain that multiplies all features
     (make_norm(256), 2, TP),  # a norm across ranks
-    (ModuleRow("output", "linear", (64, 128), "vocabulary", bias=True), 1, "model.name"),
 ]
 
 

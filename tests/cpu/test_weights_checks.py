@@ -23,6 +23,7 @@ from torchtitan_lite.checkpoint.starting_weights import (
     find_initial,
 )
 from torchtitan_lite.config.block import list_shapes
+from torchtitan_lite.config.choices import DECAYS
 from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.model_rows import ModelArgs, ModelTable, ModuleRow, MoEArgs, RopeScaling
 from torchtitan_lite.config.reader import read_config
@@ -363,15 +364,15 @@ def test_no_run_continues_from_weights_alone():
 
 
 def test_starting_a_finished_run_prints_what_can_be_done_and_deletes_nothing_without_job_overwrite(
-    run_tool,
+    run_tool, monkeypatch
 ):
     checkpoint = save(200)
     finished = prepare().finished
     further, kept, elsewhere, overwrite = re.findall(r"--[\w.]+=?\w*", finished)
     assert kept == "--lr_scheduler.total_steps=200"
-    for flag, resumed_step in ((further, 200), (elsewhere, 0), (overwrite, 0)):
+    for flag in (further, elsewhere, overwrite):
         spec = prepare(flag)
-        assert (spec.finished, spec.resumed_step) == ("", resumed_step)
+        assert (spec.finished, spec.resumed_step) == ("", 200 * (flag == further))
         deleted = [notice for notice in spec.notices if "job.overwrite deletes" in notice]
         assert bool(deleted) == (flag == "--job.overwrite")
     assert deleted[0].endswith(f": {checkpoint}")
@@ -385,6 +386,9 @@ def test_starting_a_finished_run_prints_what_can_be_done_and_deletes_nothing_wit
     other = prepare(further, "--optimizer.lr=1e-3", "--lr_scheduler.min_lr_factor=0.5").notices
     assert any(f"with {kept}, as before, it is 0.0005 at step 201" in notice for notice in other)
     assert "already at step 200" in run_tool("check", *RUN)
+    save(201, "--lr_scheduler.decay_type=cosine")
+    monkeypatch.delitem(DECAYS, "cosine")  # as if a fork had saved the checkpoint
+    assert "step 202; this code has no decay 'cosine'" in prepare().finished
 
 
 # ---------------------------------------------------------------- their tokenizer

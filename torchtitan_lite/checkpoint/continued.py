@@ -11,7 +11,7 @@ from typing import Literal
 
 from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.starting_weights import INITIAL_LOAD_PATH, NOT_ONLY, Weights
-from torchtitan_lite.config.choices import OPTIMIZERS
+from torchtitan_lite.config.choices import DECAYS, OPTIMIZERS
 from torchtitan_lite.config.learning_rate import learning_rate_factor
 from torchtitan_lite.config.messages import Problems
 from torchtitan_lite.config.reader import KEYS, flatten_table
@@ -128,7 +128,8 @@ def stores_moments(manifest: Manifest) -> bool:
 def describe_rates(config: Config, weights: Weights) -> str:
     """Describe the learning rate at the step of the checkpoint and at the next step.
 
-    If total_steps has changed, the text also says how to keep the schedule of the earlier run.
+    If total_steps has changed, the text also says how to keep the schedule of the earlier run. The rate at the step of
+    the checkpoint is unknown if a fork saved it with a decay that this code does not have.
     """
     step = weights.manifest.step
     before = weights.manifest.run["config"]
@@ -136,8 +137,10 @@ def describe_rates(config: Config, weights: Weights) -> str:
     saved = before["lr_scheduler"]  # a fork may have saved keys that this code does not have
     earlier = LRScheduler(**{key: saved.get(key, own) for key, own in vars(section).items()})
     lr = config.optimizer.lr
-    last = before["optimizer"]["lr"] * learning_rate_factor(earlier, step - 1)
     following = lr * learning_rate_factor(section, step)
+    if earlier.decay_type not in DECAYS:
+        return f"the learning rate is {following:.3g} at step {step + 1}; this code has no decay {earlier.decay_type!r}"
+    last = before["optimizer"]["lr"] * learning_rate_factor(earlier, step - 1)
     text = f"the learning rate is {last:.3g} at step {step} and {following:.3g} at step {step + 1}"
     kept = lr * learning_rate_factor(replace(section, total_steps=earlier.total_steps), step)
     if kept != following:

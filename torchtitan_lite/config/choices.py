@@ -25,7 +25,8 @@ class OptimizerRow:
     """An optimizer: the size of its state, and whether torch has a fused kernel for it."""
 
     n_moments: int  # fp32 values per parameter
-    # torch has one kernel that updates all parameters, including DTensors
+    # torch has one kernel that updates all parameters, including DTensors. The kernel clips by `grad_scale`, and skips
+    # the update by `found_inf` (components/optim.py)
     has_fused_kernel: bool = False
     # updates each hidden matrix as a whole. Stores one moment fewer per element of a hidden matrix than per element of
     # any other parameter

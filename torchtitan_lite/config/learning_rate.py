@@ -52,8 +52,7 @@ def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
     n_steps = config.training.steps
     notices = []
     if section.total_steps < n_steps or config.optimizer.lr == 0:
-        describe_idle_steps = load_module("config.idle_steps").describe_idle_steps
-        notices += describe_idle_steps(config, resumed_step)
+        notices += load_module("config.idle_steps").describe_idle_steps(config, resumed_step)
     if section.warmup_steps > n_steps:
         highest = learning_rate_factor(section, n_steps - 1)
         if highest < 0.999:
