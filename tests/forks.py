@@ -138,7 +138,7 @@ def list_ends(args):
 MODEL = ModelTable(llama3.FLAVORS, llama3.list_block, list_ends)
 """
 
-GPT_MODULES = '''"""A GPT: learned positions, attention beside an MLP with biases, and a module with two outputs."""
+GPT_MODULES = '''"""A GPT: learned positions, attention beside an MLP with biases and a convolution, two norms."""
 
 import torch.nn.functional as F
 from torch import nn
@@ -166,11 +166,11 @@ class TwoNorms(nn.Module):
 class MLP(nn.Module):
     def __init__(self, args):
         super().__init__()
-        self.up = nn.Linear(args.dim, args.ffn_dim)
+        self.up = nn.Conv1d(args.dim, args.ffn_dim, 1)
         self.down = nn.Linear(args.ffn_dim, args.dim)
 
     def forward(self, x):
-        return self.down(F.gelu(self.up(x)))
+        return self.down(F.gelu(self.up(x.mT).mT))
 
 
 class Block(nn.Module):
@@ -209,7 +209,7 @@ def list_block(args, moe=None):
     rows = [row for row in llama3.list_block(args) if row.name.startswith("attention.")]
     for name in ("norms.first", "norms.second"):
         rows.append(ModuleRow(name, "norm", (dim,), "sequence", bias=True, init_mean=1.0))
-    up = ModuleRow("mlp.up", "linear", (ffn_dim, dim), "colwise", 0.02, bias=True)
+    up = ModuleRow("mlp.up", "linear", (ffn_dim, dim, 1), "colwise", 0.02, bias=True)
     down = ModuleRow("mlp.down", "linear", (dim, ffn_dim), "rowwise", 0.02, bias=True)
     return [*rows, up, down]
 

@@ -13,6 +13,7 @@ Legend in workload.py.
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 from torchtitan_lite.config.block import count_keys
@@ -124,8 +125,10 @@ class LayerTime:
             times = self.linear_times(n_rows, out, into, dtype, n_experts)
             return tuple(seconds / self.cluster.grouped_efficiency for seconds in times)
         if module.kind == "router":
-            return self.linear_times(w.n_tokens / w.layout.tp, *shape, "float32")
-        return self.linear_times(w.n_tokens, *shape, dtype)
+            dtype = "float32"
+        rows = w.n_tokens / (w.layout.tp if module.tp_style == "sequence" else 1)
+        out, *into = shape  # the convolution of a fork has a third dim
+        return self.linear_times(rows, out, prod(into), dtype)
 
     @cached_property
     def attention_times(self) -> tuple[float, float]:
@@ -336,7 +339,8 @@ class LayerTime:
         Full recompute skips the last matmul, because backward does not need the output of this matmul.
         """
         w = self.workload
-        times = {row.name: self.module_times(row) for row in kind.block if row.kind != "norm"}
+        matmuls = [row for row in kind.block if row.kind not in ("norm", "embedding")]
+        times = {row.name: self.module_times(row) for row in matmuls}
         linear, of_inputs, of_weights = map(sum, zip(*times.values(), strict=True))
         linear_again = linear
         if kind.ends_in_rowwise:

@@ -70,5 +70,7 @@ def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
         timed.update(row.name for row in kind.colwise + kind.rowwise + kind.norms)
         others = {row.name for row in kind.block if row.kind not in ("router", "experts")}
         for name in sorted(others - timed):
-            unmodeled[name] = "the weights of this module, but neither its time nor its activations"
+            unmodeled[name] = (
+                "the weights of this module, and its matmul if it has one, but no other time and no activations"
+            )
     return unmodeled
