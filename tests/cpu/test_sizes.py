@@ -134,8 +134,7 @@ ROWS = [  # row, tp, key of the problem
     (OLMO_NORM, 1, None),
     (ModuleRow("ffn.gate", "linear", (1, 128), "colwise", 0.02), 2, TP),
     (make_norm(128, "rowwise"), 1, "model.name"),
-    (make_norm(128), 2, None),
-    (make_norm(1), 2, None),  # a gain that multiplies all features
+    (ModuleRow("feed_forward.gate", "router", (8, 128), "sequence"), 2, "model.name"),
     (make_norm(256), 2, TP),  # a norm across ranks
 ]
 

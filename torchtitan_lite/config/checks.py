@@ -294,8 +294,9 @@ def check_table(model_args: ModelArgs) -> Refused:
             why = f'has end = {row.end!r}, but all modules of {row.child!r} must have the same end, "first" or "last"'
             remedy = f"Set the same end for all these modules {place}"
             yield "model.name", f"{row.name}, outside the blocks, {why}", remedy
+    dense = ends + list_block_modules(model_args)
     for row in list_different_rows(model_args):
-        is_outside = row.end or row.child != "feed_forward" or not model_args.moe
+        is_outside = row in dense or row.child != "feed_forward"
         if row.kind in ("router", "experts") and is_outside:
             why = f"{row.name} is a {row.kind} outside the module feed_forward of a layer with experts"
             yield "model.name", why, f"Move it there, or use a different kind {place}"
