@@ -99,7 +99,7 @@ WRONG_FILES = {  # how the folder is damaged, words of the error. Found before t
         "adapter_config.json: an adapter cannot be loaded. Merge it",
     ),
     "pickles": (keep_only("pytorch_model.bin"), "pytorch_model.bin is a pickle"),
-    "a GGUF file": (keep_only("m.gguf"), "m.gguf is another format: save it"),
+    "a GGUF file": (keep_only("m.gguf"), "m.gguf is in GGUF format: save it"),
     "Meta's pickles": (keep_only("consolidated.00.pth"), "consolidated.00.pth is a pickle"),
     "files without an index": (
         lambda folder: (folder / INDEX).unlink(),

@@ -251,7 +251,7 @@ WAITS OTHER_SHAPE | S | 0 1 | in call 7 of mesh_tp [0, 1]: all_reduce [[3]] on r
 WAITS LOGGING | S | 1 | it is in torch/c10d.py:1 wait < metrics.py:7 log. Its process is 101
 SENT_8 AWAITS_0 | S | 0 | rank 0 (tp 0) has computed the output of microbatch 3 from stage 0
 AWAITS_1 GOES_ON | S | | 1 ranks wait in the pipeline for the output of microbatch 3 from stage 1
-WAITS DIFFERS | S | 1 | call 7 on axis tp, all_reduce [[5]], where its earlier steps made all_reduce [[3]]: it is in
+WAITS DIFFERS | S | 1 | call 7 on axis tp, all_reduce [[5]], but all_reduce [[3]] in earlier steps: it is in
 ALL_DIFFER ALL_DIFFER | S | | Cause unknown
 NO_CALLS NO_CALLS | S | | 2 ranks wait in unknown calls
 WAITS WAITS | S | | Cause unknown

@@ -229,7 +229,7 @@ config.toml | | config.toml lacks a valid checkpoint.enable, job.description, mo
 config.toml | model = 3 | config.toml lacks
 config.toml | job.description = 3 | config.toml lacks a valid checkpoint.enable, job.description, model.name
 config.toml | [a | config.toml cannot be read as TOML
-metrics.jsonl | | metrics.jsonl lacks a start, or a finite loss
+metrics.jsonl | | metrics.jsonl lacks a start record, or finite values of loss
 metrics.jsonl | {"kind": "step", "step": 1, "time": "", "loss": 8.0} | metrics.jsonl lacks a start
 metrics.jsonl | {"kind": "step", "step": "1", "time": "", "loss": 8.0} | metrics.jsonl lacks a start
 metrics.jsonl | {"kind": "start", "step": 0, "time": "", "device": 3, "world_size": 2} | metrics.jsonl lacks a start

@@ -164,7 +164,8 @@ class Float8GatheredWeight(Tensor):
             data8 = op(weight.data8, *others, **kwargs)
             view = Float8GatheredWeight(data8, weight.scale, weight.dtype)
             return return_and_correct_aliasing(op, args, kwargs, view)
-        # Operators that are not in VIEWS, such as zeros_like for a gradient, get the values in `dtype`.
+        # Operators that are not in VIEWS, such as zeros_like for a gradient, receive a plain tensor with the values in
+        # `dtype`.
         inputs = args, kwargs
         args, kwargs = pytree.tree_map_only(
             Float8GatheredWeight, Float8GatheredWeight.to_dtype, inputs

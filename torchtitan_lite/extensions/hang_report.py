@@ -47,8 +47,9 @@ def warn_of_timeout(step_s: float, timeout_s: int) -> None:
     """Log that the time of a step is close to the timeout of collectives."""
     key = "comm.train_timeout_seconds"
     logger.info(
-        f"a step took {step_s:.3g} s, and collectives time out after {key} = {timeout_s}. If a later step is slower, "
-        f"the run may end. If a step hangs, the run may end without a report. Set {key} to {ceil(4 * step_s)} or more"
+        f"a step took {step_s:.3g} s, and collectives time out after {key} = {timeout_s}. "
+        "If a later step takes even longer, the run may end. If a step hangs, the run may end without a report. "
+        f"Set {key} to {ceil(4 * step_s)} or more"
     )
 
 

@@ -54,7 +54,7 @@ def explain_unwritable(model_args: ModelArgs, attention: str) -> str | None:
     # the model is a copy, and its table still names the families of the original
     if module and not module.startswith(f"models.{model_args.name}."):
         why = f"models/{model_args.name}/table.py names the families of a different model, {module}"
-        return f"{why}. If transformers computes the same outputs, give the model its own file of families"
+        return f"{why}. If transformers computes the same outputs, give the model its own hugging_face.py"
     families = load_families(model_args.name)
     if not families:
         return f"transformers has no model that computes the same as model.name = {model_args.name!r} with these sizes"

@@ -49,7 +49,7 @@ OTHER_FILES = {
     "*.safetensors": f"has no index: download {INDEX} of the same model, or name a single file {SINGLE_FILE}",
     "*.bin": "is a pickle, which is never opened here: save it as safetensors with transformers",
     "*.pt*": "is a pickle, which is never opened here: download the model in Hugging Face's format",
-    "*.gguf": "is another format: save it as safetensors with transformers (from_pretrained with gguf_file)",
+    "*.gguf": "is in GGUF format: save it as safetensors with transformers (from_pretrained with gguf_file)",
 }
 
 

@@ -61,8 +61,8 @@ def build_watched(
             raise UserError(
                 f"the optimizer keeps {kept} = {text:.80} in {place}, which no resume would restore. "
                 "Create all entries of state[parameter] in the first step: scalar tensors, or tensors that have the "
-                "class of the parameter and are not Partial. Subclass an optimizer instead of keeping one, and keep "
-                "constants in a tuple"
+                "class of the parameter and are not Partial. Subclass an optimizer instead of storing one in an "
+                "attribute, and store constants in a tuple"
             )
         if any(self.state.values()) and not n_moments:
             raise UserError(

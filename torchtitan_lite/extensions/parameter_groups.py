@@ -69,7 +69,7 @@ def check_groups(config: Config, model_args: ModelArgs, layout: Layout) -> Refus
             why = "no parameter of this model has such a name"
             remedy = (
                 f"A pattern must match the whole name, such as {near[0]}; * stands for any text. "
-                "Change it, or remove this group"
+                "Change the pattern, or remove this group"
             )
         elif all(owner is not group for owner in owners):
             names = " and ".join(dict.fromkeys(repr(owner.match) for owner in owners))

@@ -85,7 +85,7 @@ def encode_by_package(package: Any) -> tuple[Callable, Callable]:
         package.model.unk_token = NO_UNKNOWN
 
     def encode(text: str, is_special: bool = False) -> Any:
-        # True treats names of special tokens as plain text
+        # if True, names of special tokens are encoded as plain text
         package.encode_special_tokens = not is_special
         try:
             return package.encode(text, add_special_tokens=False)
@@ -197,7 +197,9 @@ def find_eos(config: JsonObject, special_map: JsonObject, ids: dict[str, int]) -
         if eos in ids:
             return ids[eos]
         if eos:
-            raise ValueError(f"it has no entry {eos!r}, which is the eos_token in the same folder")
+            raise ValueError(
+                f"it has no token {eos!r}, the eos_token of another file in the folder"
+            )
     for name in ("generation_config.json", "config.json"):
         file = read_json(config.path.with_name(name), may_be_missing=True)
         eos_ids = file.take("eos_token_id", int | list, [])

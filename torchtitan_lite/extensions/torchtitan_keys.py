@@ -157,7 +157,7 @@ def is_switch(name: str) -> bool:
 
 
 def is_section(start: str) -> bool:
-    """Return whether `start`, such as "training.", is the start of a key of torchtitan_lite or of torchtitan."""
+    """Return whether any key of torchtitan_lite or torchtitan starts with `start`, such as "training."."""
     names = (*KEYS, *MISSING_FEATURES, *SETTINGS, *ALIASES, "float8.", "mx.")
     return any(name.startswith(start) for name in names)
 

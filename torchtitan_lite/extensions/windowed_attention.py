@@ -4,7 +4,7 @@
     query 4, layer with window        x x x    x      the softmax covers the scores and the sink, whose value is 0:
     query 4, layer without        x x x x x    x      out = sum of exp(score) * value / (sum of exp(score) + exp(sink))
 
-A query attends to keys inside its window. If model.attention is "document", it attends only to keys of its own
+A query attends to keys inside its window. If model.attention is "document", a query attends only to keys of its own
 document. All layers of a model with windows or sinks use this module. The model computes one mask for each kind of
 layer, once per batch. On a CPU, the mask is explicit, (B, 1, Q, K). On CUDA, flex attention gets a BlockMask, as in
 model/document_attention.py. Flex attention computes the output without sinks. A sink then scales the output by exp(lse)

@@ -35,7 +35,7 @@ STATUS = "Exit status: 0 success, 1 the answer is no or the tool failed, 2 inval
 class Tool(NamedTuple):
     """A tool of the command line."""
 
-    module: str  # in torchtitan_lite.tools, with `main(options) -> exit status`
+    module: str  # module of torchtitan_lite.tools that defines `main(options) -> exit status`
     description: str
     reads_config: bool  # arguments that are not in `options` set config keys; they are stored in options.config_args
     options: tuple[Option | list[Option], ...] = ()  # the options in a list exclude each other
@@ -221,7 +221,9 @@ layout needs more ranks than --ranks, verify prints a command for a smaller layo
         (
             JSON,
             Option("--ranks", "largest world size (%(default)s)", int, 8, choices=range(1, 17)),
-            Option("--timeout", "seconds of silence that end a trial (%(default)s)", timeout, 300),
+            Option(
+                "--timeout", "seconds that one run of a trial may take (%(default)s)", timeout, 300
+            ),
         ),
     ),
     "plan": Tool(
@@ -234,7 +236,7 @@ runs.""",
         (
             GPUS,
             GPU,
-            Option("--mtbf-hours", "mean hours between failures: print how often to save", hours),
+            Option("--mtbf-hours", "mean hours between failures; prints how often to save", hours),
             Option("--restart-s", "seconds that a restart takes (%(default)s)", seconds, 600),
             Option(
                 "--save-stall-s",
@@ -312,7 +314,7 @@ is printed. On a terminal without --prompt, --chat starts a conversation.""",
             Option("--prompt", "default: standard input", text),
             Option("--chat", "answer a user; needs the extra `chat`"),
             Option("--max-new-tokens", "(%(default)s)", count, 256),
-            Option("--temperature", "0: the most likely token (%(default)s)", temperature, 0.8),
+            Option("--temperature", "0 decodes greedily (%(default)s)", temperature, 0.8),
             Option("--top-k", "draw from the K most likely tokens; 0: from all", tokens, 0),
             Option(
                 "--top-p",

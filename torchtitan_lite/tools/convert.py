@@ -156,7 +156,7 @@ def write_folder(source: ModelSource, out: Path, dtype: str, read: Callable[[str
 
 
 def add_chat_format(source: ModelSource, out: Path, contents: dict[str, dict]) -> None:
-    """Add the end token of an answer to the end tokens, and a chat template if the tokenizer has none."""
+    """Add the end token of an answer to the end tokens. If the tokenizer has no chat template, write one."""
     chat = read_chat_format(source.tokenizer)
     end_id = source.tokenizer.special.get(chat.end)
     if end_id not in {None, *source.end_ids}:

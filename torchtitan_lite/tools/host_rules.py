@@ -1,4 +1,4 @@
-"""Check that the hosts of a run have enough memory and disk, a suitable build of torch, and kernels for its heads.
+"""Check that the hosts of a run have enough memory and disk, a suitable build of torch, and kernels for the heads.
 
 Only the launcher and `check` load these rules. The lower bound on memory is the size of weights, gradients and
 optimizer state:
@@ -101,7 +101,7 @@ def count_saved_bytes(config: Config, model_args: ModelArgs) -> int:
 def bound_memory(
     config: Config, model_args: ModelArgs, world_size: int, machine: Machine, n_hosts: int
 ) -> MemoryBound | None:
-    """Return the bound for one GPU, or for one host without GPUs. Return None if the size of the memory is unknown."""
+    """Return the lower bound for one GPU, or for one host without GPUs. Return None if the memory size is unknown."""
     if machine.memory_bytes_per_device is None:
         return None
     on_gpu = machine.device_type == "cuda"
@@ -188,6 +188,6 @@ def check_snapshots(config: Config, snapshot_bytes: int) -> Refused:
     free = shutil.disk_usage(find_nearest(folder)).free + replaced
     if free < needed:
         size = f"{needed / GIB:.3g} GiB of snapshots"
-        why = f"this host needs space for {size}, but has only {free / GIB:.3g} GiB there"
+        why = f"{size} do not fit: this folder's file system has {free / GIB:.3g} GiB free"
         remedy = "Free some space, name a folder on a different file system, or leave this key out"
         yield LOCAL_FOLDER, why, remedy

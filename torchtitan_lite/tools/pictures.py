@@ -80,7 +80,7 @@ def choose_ticks(low: float, high: float) -> list[float]:
 
 def thin(points: Points) -> Points:
     """Return at most MOST_POINTS points. To keep spikes, take the lowest and the highest point of each group of
-    neighbors."""
+    neighboring points."""
     if len(points) <= MOST_POINTS:
         return points
     kept = set()

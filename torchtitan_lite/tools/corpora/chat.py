@@ -7,8 +7,8 @@
                                                      ^^^^^^^^^^^ targets
 
 transformers (the extra `chat`) reads the tokenizer's folder and runs its chat template, so the text equals the text of
-`apply_chat_template`. Targets are the text between the template's {% generation %} marks. A template without such marks
-writes two additional texts. These texts show where a turn begins and ends in the whole text:
+`apply_chat_template`. Targets are the text between the template's {% generation %} marks. If a template has no such
+marks, two more texts are rendered, which show where a turn begins and ends in the whole text:
 
     prompt    the conversation before the answer, and the text that asks for the answer. The turn begins after this text
     signed    the conversation with a placeholder (SIGN) instead of the answer. The text after the placeholder and its
@@ -317,7 +317,7 @@ def read_chat_format(tokenizer: Tokenizer) -> ChatFormat:
     transformers = import_extra("transformers", "chat")
     templates = transformers.utils.chat_template_utils
     templates.datetime = SimpleNamespace(now=lambda: DATE)
-    name = f"the tokenizer's chat template (its date, if it asks for one: {DATE:%d %B %Y})"
+    name = f"the tokenizer's chat template (if the template asks for today's date, it gets {DATE:%d %B %Y})"
     try:
         if tokenizer.path.suffix == ".json":
             theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tokenizer.path.parent)

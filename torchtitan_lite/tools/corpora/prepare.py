@@ -149,7 +149,7 @@ def read_texts(files: list[Path], settings: PrepareSettings) -> Iterator[str]:
     for row in read_rows(files, settings):
         try:
             yield read_text(settings, row)[0]
-        except Exception as error:  # if skip_bad, encode_row prints and counts this row later
+        except Exception as error:  # with skip_bad, encode_row prints and counts the row later
             if not settings.skip_bad:
                 raise explain_bad_row(row, error) from None
 

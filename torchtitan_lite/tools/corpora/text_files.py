@@ -185,7 +185,7 @@ def find_files(
         elif is_named:
             raise PreparationError(
                 f"{path} has an unknown suffix. Unpack an archive or a packed file. "
-                f"For a text, give `prepare` --suffix {get_kind(path)!r}"
+                f"If it is a text file, give `prepare` the option --suffix {get_kind(path)!r}"
             )
         else:
             reason = f"files of unknown suffix {path.suffix.lower()!r} left out"
@@ -195,7 +195,8 @@ def find_files(
             seen.add(resolved)
     if not files:
         raise PreparationError(
-            f"there are no files to read; skipped: {dict(skipped) or 'none'}. Name texts, or give `prepare` --suffix"
+            f"there are no files to read; skipped: {dict(skipped) or 'none'}. "
+            "Name text files, or give `prepare` the option --suffix"
         )
     if unused := asked - set(map(get_kind, files)):
         raise PreparationError(f"--suffix: no file has {' or '.join(unused)}. Leave it out")

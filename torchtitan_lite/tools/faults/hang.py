@@ -117,7 +117,7 @@ def read_files(folder: Path, kind: str = "rank") -> dict[int, dict]:
 
 
 def explain(files: dict[int, dict]) -> tuple[list[int], str]:
-    """Return the ranks that block the others, ascending, and a paragraph that says where they are stuck.
+    """Return the ranks that block the others, ascending, and a paragraph that says where these ranks are stuck.
 
     The paragraph is empty if there are no files, or if all ranks failed, because their errors already give the reason.
     """
@@ -175,8 +175,9 @@ def find_idle(files: dict[int, dict]) -> dict[int, str]:
     """Return rank -> description of the call that the rank has not made.
 
     These are the ranks that wrote no file, or that wait for no other rank. If all ranks wait, some in a step and some
-    between steps, return the smaller group. If all ranks wait in the same phase, find the oldest pending call that some
-    rank of the same group has not made, and return that rank. A rank whose calls are unknown is not returned.
+    between steps, return the smaller of these two groups. If all ranks wait in the same phase, find the oldest pending
+    call that some rank of the same group has not made, and return that rank. A rank whose calls are unknown is not
+    returned.
     """
     ranks = range(next(iter(files.values()))["world_size"])
     idle = [
@@ -224,8 +225,8 @@ def find_unusual_calls(files: dict[int, dict]) -> dict[int, str]:
     found = {}
     for rank, file in files.items():
         for call, usual in file.get("unusual", []):
-            made = f"made {describe_call(call)}, where its earlier steps made"
-            found.setdefault(rank, f"{made} {usual['name']} {usual['sizes']}")
+            made = f"made {describe_call(call)}, but"
+            found.setdefault(rank, f"{made} {usual['name']} {usual['sizes']} in earlier steps")
     return found if len(found) < next(iter(files.values()))["world_size"] else {}
 
 

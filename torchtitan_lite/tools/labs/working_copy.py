@@ -36,7 +36,7 @@ def start(lab: Lab, folder: Path) -> None:
         )
     if folder.exists():
         raise UserError(f"{folder} exists. Continue in this folder, or delete it to start again.")
-    # "shipped" exists only in an installed package
+    # the folder "shipped" exists only in an installed package
     left_out = shutil.ignore_patterns("__pycache__", "shipped")
     shutil.copytree(PACKAGE, folder / "torchtitan_lite", ignore=left_out)
     for name in COPIED_FOLDERS:
@@ -51,7 +51,7 @@ def start(lab: Lab, folder: Path) -> None:
 
 
 def judge_work(lab: Lab, folder: Path) -> int:
-    """Run the judge of a lab in its working copy. Return its exit status: 0 if the work is right."""
+    """Run the judge of a lab in its working copy, and return the exit status of the judge: 0 if the work is right."""
     if not folder.is_dir():
         raise UserError(f"{folder} does not exist. Start with: lab {lab.number} start.")
     command = [sys.executable]

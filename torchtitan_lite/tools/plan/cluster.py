@@ -1,4 +1,4 @@
-"""Estimate the seconds of one kernel or collective from its size and the constants of the cluster.
+"""Estimate the time of one kernel or collective, in seconds, from its size and the constants of the cluster.
 
     matmul (m, k) x (k, n)   2mnk / (peak * efficiency * size) + kernel launch
       size                   k/(k+256) * w/(w+1), with w = mn / (128 * 256 * multiprocessors), the waves of tiles
@@ -10,9 +10,9 @@
 Two effects matter most when layouts are compared: small matmuls are less efficient than large ones, and a collective
 that is fully overlapped still slows compute down.
 
-The comment on each constant names its source. "Fit" means that the constant is fitted to published runs. It has one
-value for all runs, with two digits. For each trainer (stack), assets/benchmarks/published.py repeats the fit without
-the runs of that trainer. To add a machine, add a row to ROWS.
+The comment on each constant names its source. "Fit" means that the constant is fitted to published runs. A fitted
+constant has two digits, and the same value for all runs. For each trainer (stack), assets/benchmarks/published.py
+repeats the fit without the runs of that trainer. To add a machine, add a row to ROWS.
 """
 
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class Cluster:
     triton_forward: float = 0.29
     triton_backward: float = 0.19
     # Fraction of the peak memory bandwidth that elementwise kernels reach. Fit. The copies of the STREAM benchmark
-    # reach 80 to 90 %.
+    # reach 80 to 90 % of the peak.
     memory_efficiency: float = 0.77
     # 370 of 450 GB/s on H100, 235 of 300 on A100: nccl-tests issue 212
     link_efficiency: float = 0.80
@@ -83,9 +83,9 @@ class Cluster:
     # groups that span nodes. Fit.
     contention: float = 0.30
     network_contention: float = 0.15
-    # Seconds that the host needs to launch an eager kernel; a compiled kernel takes half of this time. Fit. For
-    # comparison: elementwise operators of torch took 4 to 6 us on one loaded CPU core, forward or backward, without a
-    # GPU driver.
+    # Time, in seconds, that the host needs to launch an eager kernel; a compiled kernel takes half of this time. Fit.
+    # For comparison: elementwise operators of torch took 4 to 6 us on one loaded CPU core, forward or backward, without
+    # a GPU driver.
     host_s: float = 11e-6
     # FLOP/s of a grouped matmul over experts, divided by the FLOP/s of one matmul. Fit.
     grouped_efficiency: float = 0.81
@@ -117,7 +117,7 @@ class Cluster:
     def matmul_time(
         self, m: float, n: float, k: float, dtype: str, float8_recipe: str = ""
     ) -> float:
-        """Return the seconds of a matmul (m, k) x (k, n)."""
+        """Return the time of a matmul (m, k) x (k, n), in seconds."""
         efficiency = self.matmul_efficiency
         if dtype == "float8":
             is_rowwise = float8_recipe == "rowwise"
@@ -129,7 +129,7 @@ class Cluster:
         return 2 * m * n * k / (self.peak(dtype) * self.clock * efficiency * size) + self.kernel_s
 
     def memory_time(self, n_bytes: float) -> float:
-        """Return the seconds that elementwise kernels need to read and write `n_bytes` in total."""
+        """Return the time in which elementwise kernels read and write `n_bytes` in total, in seconds."""
         return n_bytes / (self.memory_bandwidth * self.memory_efficiency)
 
     def collective_time(self, stride: int, n: int, whole_bytes: float) -> float:
@@ -141,7 +141,7 @@ class Cluster:
         return seconds + self.find_latency(stride, n)
 
     def expose(self, stride: int, n: int, seconds: float, work: float) -> float:
-        """Return how many seconds a collective adds to `work` seconds of kernels that overlap with the collective."""
+        """Return how many seconds a collective adds to kernels that take `work` seconds and overlap with it."""
         is_near = self.count_nodes(stride, n) == 1
         fraction = self.contention if is_near else self.network_contention
         return max(0.0, seconds - work) + fraction * min(seconds, work)
@@ -164,7 +164,7 @@ class Cluster:
         return min(self.links, self.network * n / n_nodes) * max(0.3, 1 - slowdown)
 
     def find_latency(self, stride: int, n: int) -> float:
-        """Return the seconds that a collective on zero bytes takes over n ranks that are `stride` ranks apart."""
+        """Return the time in seconds of a collective on zero bytes over n ranks that are `stride` ranks apart."""
         n_nodes = self.count_nodes(stride, n)
         links_s = (n - n_nodes) * self.link_latency_s
         network_s = (n_nodes - 1) * self.network_latency_s
@@ -179,7 +179,7 @@ without_nvlink = partial(Cluster, link_bandwidth=32 * GB, network_bandwidth=12.5
 ROWS = [
     Cluster("h100"),
     # nvidia.com, H200 SXM and DGX H200 datasheets: an H100 with 141 GB at 4.8 TB/s. The H200's memory leaves more power
-    # for matmuls, so their efficiency is a separate fit.
+    # for matmuls than the H100's memory does, so the matmul efficiency of the H200 is fitted separately.
     Cluster("h200", memory_bytes=143771 * MIB, memory_bandwidth=4.8e12, matmul_efficiency=0.76),
     # nvidia.com, A100 SXM and DGX A100 datasheets: NVLink 600 GB/s, eight NICs of 200 Gb/s. torch's default attention
     # kernel on an A100 is FlashAttention-2: arXiv:2307.08691, figures 5 and 6. Efficiency of matmuls: fit.
@@ -307,8 +307,8 @@ def find_gpu_row(device_name: str) -> str:
 def list_strides(layout: Layout) -> dict[str, int]:
     """Return mesh dim -> distance in ranks between two neighbors along this dim.
 
-    The result also has the dims fsdp, ep and efsdp. For ZeRO++, it also has the two parts of an FSDP dim: `near` has
-    the ranks inside a node, and `far` one rank per node.
+    The result also has the dims fsdp, ep and efsdp and, for ZeRO++, the two parts of each FSDP dim: `near` has the
+    ranks inside a node, and `far` one rank per node.
     """
     strides = {}
     stride = 1

@@ -17,11 +17,11 @@ class Calls(NamedTuple):
     n_calls: float
     n_bytes: float  # bytes that the rank moves
     where: str
-    seconds: float  # seconds if no other calls use the links
+    seconds: float  # time, in seconds, if no other call uses the links at the same time
 
 
 def list_memory(planned: PlannedRun) -> dict[str, Memory]:
-    """Return the memory of the fullest pp rank in each group of equal pp ranks, by name."""
+    """Return name -> memory of the fullest pp rank, for each group of equal pp ranks."""
     rows = {}
     of_ranks = RankMemory(planned.workload)
     for alike in planned.workload.alike:

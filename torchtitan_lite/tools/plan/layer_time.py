@@ -1,4 +1,4 @@
-"""Estimate the seconds of one layer on a cluster: its kernels, and the exposed part of its collectives.
+"""Estimate the time of one layer on a cluster, in seconds: its kernels, and the exposed part of its collectives.
 
     matmuls       estimated for each module of the block; tp shards them, ep shards the experts
     attention     FLOPs of the causal half (backward: 2.5 times), at the efficiency of the attention kernel
@@ -43,13 +43,13 @@ QWZ_BYTES = 4
 QGZ_BYTES = 48
 # whether the loss is compiled -> bytes per logit in forward; backward moves the same number of bytes
 LOSS_BYTES = {False: 12, True: 6}
-# Seconds of matmuls (forward, gradients of inputs, gradients of weights) or of waits (forward, backward, recompute).
+# Times of matmuls (forward, gradients of inputs, gradients of weights) or of waits (forward, backward, recompute).
 Times = tuple[float, float, float]
 
 
 class Phases(NamedTuple):
-    """Seconds that one microbatch takes on a rank. The first three fields include the other five, which are the time of
-    recompute and the waits for each mesh axis."""
+    """Times of one microbatch on a rank. The first three fields include the other five, which are the time of recompute
+    and the waits for each mesh axis."""
 
     forward: float = 0.0
     backward_input: float = 0.0
@@ -67,7 +67,7 @@ class Phases(NamedTuple):
 
 @dataclass
 class LayerTime:
-    """Estimates the seconds of a layer of a workload on a cluster."""
+    """Estimates the time of a layer of a workload on a cluster. All times are in seconds."""
 
     workload: Workload
     cluster: Cluster
@@ -81,7 +81,7 @@ class LayerTime:
         return self.strides[axis], getattr(self.workload.layout, axis)
 
     def collective_time(self, axis: str, whole_bytes: float) -> float:
-        """Return the seconds to all-gather or reduce-scatter a tensor over an axis of the mesh."""
+        """Return the time to all-gather or reduce-scatter a tensor over an axis of the mesh."""
         return self.cluster.collective_time(*self.place(axis), whole_bytes)
 
     def expose(self, axis: str, seconds: float, work: float) -> float:
@@ -90,8 +90,8 @@ class LayerTime:
         return self.cluster.expose(*self.place(axis), seconds, work)
 
     def copy_time(self, n_bytes: float) -> float:
-        """Return the seconds of copies that torch adds: FSDP2 copies to and from buffers, and DTensor copies
-        all-gathered tensors."""
+        """Return the time of copies that torch adds: FSDP2 copies to and from buffers, and DTensor copies all-gathered
+        tensors."""
         return self.cluster.memory_time(n_bytes)
 
     # ------------------------------------------------------------ kernels
@@ -99,7 +99,7 @@ class LayerTime:
     def linear_times(
         self, rows: float, out: float, into: float, dtype: str, n_experts: int = 1
     ) -> Times:
-        """Return the seconds of a linear layer, or of a grouped matmul over the local experts."""
+        """Return the times of a linear layer, or of a grouped matmul over the local experts."""
         recipe = self.workload.float8_recipe
         forward = self.cluster.matmul_time(rows, out, into, dtype, recipe)
         of_inputs = self.cluster.matmul_time(rows, into, out, dtype, recipe)
@@ -115,7 +115,7 @@ class LayerTime:
         return forward, of_inputs, of_weights
 
     def module_times(self, module: ModuleRow) -> Times:
-        """Return the seconds of a module's matmuls on one rank, assuming that experts are equally loaded."""
+        """Return the times of a module's matmuls on one rank, assuming that experts are equally loaded."""
         w = self.workload
         shape = w.shape_on_rank(module)
         dtype = "float8" if module.name in w.float8 else w.compute_dtype
@@ -132,7 +132,7 @@ class LayerTime:
 
     @cached_property
     def attention_times(self) -> tuple[float, float]:
-        """Seconds of a layer's attention in forward and backward. Causal attention has 2*T*S*H*E FLOPs in forward."""
+        """Times of a layer's attention in forward and backward. Causal attention has 2*T*S*H*E FLOPs in forward."""
         w = self.workload
         cluster = self.cluster
         # n_keys is half of the entries of the score matrix, or fewer if the attention has windows
@@ -165,7 +165,7 @@ class LayerTime:
         return (9 if w.layout.ep > 1 else 5) * w.compute_bytes + 16 * (not w.compiled)
 
     def elementwise_times(self, kind: LayerKind) -> tuple[float, float]:
-        """Return the seconds of a layer's elementwise kernels in forward and backward.
+        """Return the time of a layer's elementwise kernels in forward and backward.
 
         Eager kernels are not fused, so each of them reads its inputs from memory and writes its outputs back. Backward
         takes twice as long as forward, but copies rows only as often as forward. In addition, backward reads the
@@ -198,8 +198,8 @@ class LayerTime:
 
     @property
     def dispatch_s(self) -> float:
-        """Seconds of an MoE layer's small kernels in forward. Backward takes twice as long as forward. No trainer
-        compiles these kernels.
+        """Time of an MoE layer's small kernels in forward. Backward takes twice as long as forward. No trainer compiles
+        these kernels.
 
         With ep, the host waits for the counts of rows, so the device waits for each of these launches. The forecast
         also adds this time to layouts without ep, where it is 2 % of a step with large microbatches.
@@ -209,7 +209,7 @@ class LayerTime:
     # ------------------------------------------------------------ waits
 
     def tensor_parallel_times(self, kind: LayerKind) -> Times:
-        """Return the seconds of tp's collectives in the forward, the backward and the recompute of a layer.
+        """Return the time of tp's collectives in the forward, the backward and the recompute of a layer.
 
         In backward, each colwise matmul returns a gradient for the all-gathered tensor that it read, and these
         gradients are added. An eager addition reads two tensors and writes one.
@@ -233,7 +233,7 @@ class LayerTime:
         )
 
     def expert_parallel_times(self, kind: LayerKind) -> Times:
-        """Return the seconds of a layer's all-to-alls over ep: of row counts, of rows to experts, and of results."""
+        """Return the time of a layer's all-to-alls over ep: of row counts, of rows to experts, and of results."""
         if not kind.is_moe or self.workload.layout.ep == 1:
             return 0.0, 0.0, 0.0
         backward = 2 * self.exchange_s
@@ -242,7 +242,7 @@ class LayerTime:
 
     @property
     def exchange_s(self) -> float:
-        """Seconds of an all-to-all over ep.
+        """Time of an all-to-all over ep.
 
         A rank sends R rows, some of them to itself. Rows to other nodes use the rank's NIC. At the same time, rows to
         ranks of the same node use the links inside the node.
@@ -255,7 +255,7 @@ class LayerTime:
         return max(near, far) + self.cluster.find_latency(1, n)
 
     def context_parallel_times(self, kind: LayerKind) -> Times:
-        """Return the seconds that a layer waits for keys and values.
+        """Return the time for which a layer waits for keys and values.
 
         An all-gather overlaps with attention on the local shard, which is 1/cp of the attention. The transfers of a
         ring overlap with all of the attention. The reduction of fp32 gradients overlaps with compute only if cp uses a
@@ -274,7 +274,7 @@ class LayerTime:
         return forward, backward, forward * kind.average(full=1)
 
     def shard_times(self, kind: LayerKind, forward: float, backward: float) -> tuple[float, float]:
-        """Return the seconds that a layer waits for FSDP in forward (all-gather) and backward (also reduce-scatter).
+        """Return how many seconds a layer waits for FSDP in forward (all-gather) and backward (also reduce-scatter).
 
         FSDP2 copies unsharded parameters out of a buffer, and gradients into a buffer. These copies do not overlap with
         compute. The forecast counts these copies only for experts. In dense layers, the copies are short, and the
@@ -304,8 +304,8 @@ class LayerTime:
         return wait, late * (copied + self.expose("fsdp", again, backward))
 
     def gather_time(self, gathered: Counter[str], *, again: bool = False) -> float:
-        """Return the seconds to all-gather parameters. `gathered` maps an axis to the number of bytes if qwZ is off.
-        With qwZ, a parameter has one byte. `again` is true for the all-gather in backward."""
+        """Return the time to all-gather parameters. `gathered` maps an axis to the number of bytes if qwZ is off. With
+        qwZ, a parameter is sent as one byte. `again` is true for the all-gather in backward."""
         w = self.workload
         seconds = 0.0
         for axis, n_bytes in gathered.items():
@@ -319,7 +319,7 @@ class LayerTime:
         return seconds
 
     def reduce_time(self, sizes: Counter[str]) -> float:
-        """Return the seconds to reduce-scatter gradients. `sizes` maps an axis to the number of parameters."""
+        """Return the time to reduce-scatter gradients. `sizes` maps an axis to the number of parameters."""
         w = self.workload
         seconds = 0.0
         for axis, n_parameters in sizes.items():
@@ -379,7 +379,7 @@ class LayerTime:
         return Phases(forward + dp, backward + dp_back, of_weights, again, tp, cp, ep, dp + dp_back)
 
     def describe_head(self) -> Phases:
-        """Return the seconds of the head and its loss."""
+        """Return the times of the head and its loss."""
         w = self.workload
         width = w.args.vocab_size // w.layout.tp
         loss = self.cluster.memory_time(LOSS_BYTES[w.compiles_loss] * w.n_tokens * width)

@@ -178,10 +178,10 @@ class RankMemory:
     def estimate_layer(self, kind: LayerKind) -> tuple[float, float]:
         """Return the bytes that a layer saves per microbatch, and the additional bytes at the peak of its backward.
 
-        In backward, a layer holds recomputed activations and temporary gradients. An MoE layer can need more memory
-        than this at two other times. At the first time, the next MoE layer is all-gathered into a buffer and copied out
-        of the buffer. At the second time, the layer's own gradients are reduced, and exist in the compute dtype and in
-        fp32. The layer's activations are already freed then, and under ZeRO 3 also its unsharded parameters.
+        In backward, a layer holds recomputed activations and temporary gradients. An MoE layer can need even more
+        memory in two other situations. In the first, the next MoE layer is all-gathered into a buffer and copied out of
+        the buffer. In the second, the gradients of this layer are reduced, and exist in the compute dtype and in fp32.
+        By that time the activations of this layer are freed, and under ZeRO 3 also its unsharded parameters.
         """
         w = self.workload
         args = w.args
@@ -202,7 +202,7 @@ class RankMemory:
             temporary = max(2 * weighted, max(of_experts, exchanged) - weighted)
             gathered = kind.sizes["efsdp"] * width
             reduced = kind.sizes["efsdp"] * MASTER_BYTES
-            # if FSDP shards each expert, it makes a second copy, because it concatenates slices of the experts
+            # if FSDP shards each expert, FSDP concatenates slices of the experts, which creates a second copy
             if layout.zero_stage == 3:
                 moments.append(gathered * (2 if w.cuts_experts else 1))
             else:
@@ -263,8 +263,8 @@ class RankMemory:
         for index in indices:
             kept[index] = sum(n_bytes * kind.count(w.stages[index]) for kind, n_bytes, _ in layers)
             if index == 0 and not kept[index]:
-                # A stage that has only the embedding saves the output of the embedding. Stages after it keep a receive
-                # buffer.
+                # A stage that has only the embedding saves the output of the embedding. Each later stage keeps a
+                # receive buffer.
                 kept[index] = w.hidden_bytes / w.layout.tp
             elif kept[index]:
                 kept[index] += w.n_tokens * w.args.head_dim * self.angle_bytes

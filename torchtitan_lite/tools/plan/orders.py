@@ -146,8 +146,8 @@ def zero_bubble_v(pipeline: Pipeline, rank: int) -> list[Action]:
     """List ZBVZeroBubble: forwards fill both arms, then F, I and W alternate, then I runs before the remaining W."""
     _, pp, n_microbatches, _ = pipeline
     n_after = pp - rank - 1  # ranks after this one
-    # The pattern needs at least 2 * pp - 1 microbatches. If the step has fewer, the actions of the additional
-    # microbatches are removed at the end.
+    # The pattern needs at least 2 * pp - 1 microbatches. If the step has fewer microbatches, the actions of the
+    # additional ones are removed at the end.
     n_filling = max(2 * pp - 1, n_microbatches)
     steps = "aF " * (2 * n_after + 1)
     steps += "bF aF " * rank
@@ -204,8 +204,8 @@ ORDERS: dict[str, Callable[..., list[Action]]] = {  # names as in torch
 #         |       `-- stage 2 has gradients
 #         `-- 4 microbatches in flight at most
 
-# Maps a set of stages to the microbatches in flight (stage -> tenths of a microbatch). The numbers are for the time at
-# which exactly these stages have gradients and most microbatches are in flight.
+# Maps a set of stages to the microbatches in flight (stage -> tenths of a microbatch). While exactly these stages have
+# gradients, the number of microbatches in flight varies; this is the maximum.
 InFlight = dict[frozenset[int], Counter[int]]
 STAGES_GATHERED = 3  # torch unshards the next three stages of a pp rank, and reshards the others
 # Kind of an action -> tenths of a microbatch that the action adds to the microbatches in flight. Between the two halves

@@ -38,7 +38,7 @@ EXPERTS_X = (74.0, 7.0)
 WEIGHT = "var(--run0)"
 TOKENS = "var(--run2)"
 EXPERT_COLOR = "var(--run5)"
-RESERVE = "allocator's reserve, CUDA, upper end of the 80 % range"
+RESERVE = "allocator's reserve, CUDA, and the margin to the upper end of the 80 % range"
 MEMORY_COLORS = {  # part -> color
     "parameters": "var(--run0)",
     "gradients": "var(--run1)",

@@ -37,7 +37,7 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
     """Return the workload of a run, with "auto" values resolved for a GPU. Raises ConfigError."""
     if config.activation_checkpoint.mode == "memory_budget":
         why = "the compiler chooses what to recompute, so there is no closed form for this mode"
-        remedy = 'Plan with "none" and with "full". The result for memory_budget is between them'
+        remedy = 'Plan with the modes "none" and "full". The result for memory_budget is between these two results'
         raise ConfigError([Problem("activation_checkpoint.mode", "memory_budget", why, remedy)])
     config = resolve_config(config, layout, "cuda")
     float8 = config.quantize.linear.float8

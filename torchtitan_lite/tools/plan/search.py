@@ -41,11 +41,11 @@ NO_EP = """
 Why the best layout has no ep: in this trainer, all-to-alls overlap with nothing and rows are
 sorted twice, while the all-gathers of experts overlap with a large microbatch. ep inside a node
 saves no network traffic: with and without ep, FSDP moves equally many bytes through each NIC.
-With few tokens per rank, a layout with ep is faster than a layout without ep. A published run
-contradicts this forecast: Qwen3 30B-A3B with ep8 and DeepEP, 12,040 tokens/s/GPU on 8 H100 (NeMo
-AutoModel). The torchtitan fork of Nous Research agrees with the forecast: with ep8 on 8 B200, it
-reaches 9,930 tokens/s/GPU with torch's all-to-all. With DeepEP, the fork reaches 14,796, and is as
-fast as without ep."""
+With few tokens per rank, a layout with ep is faster than a layout without ep. One published
+run contradicts this forecast: NeMo AutoModel trains Qwen3 30B-A3B with ep8 and DeepEP on 8 H100 at
+12,040 tokens/s/GPU. Another agrees: on 8 B200 with ep8, the torchtitan fork of Nous Research reaches
+9,930 tokens/s/GPU with torch's all-to-all, and 14,796 tokens/s/GPU with DeepEP, which is as fast as
+this fork without ep."""
 RECOMPUTE = [
     ActivationCheckpoint("none"),
     ActivationCheckpoint("selective", "op"),
@@ -185,9 +185,9 @@ def explain_common(common: list[PlannedRun], best: Forecast) -> str:
         if seconds > least_s:
             causes.append(f"{what} +{format_seconds(seconds)}")
     return (
-        f"The fastest layout with a commonly published combination of parallelisms: {planned}\n"
-        f"{expected.tokens_per_s_per_gpu:,.0f} tok/s/GPU, a step of {format_seconds(expected.step_time_s)} instead of "
-        f"{format_seconds(best.step_time_s)}: {', '.join(causes)}"
+        f"The fastest layout with a commonly published combination of parallelisms is {planned}\n"
+        f"{expected.tokens_per_s_per_gpu:,.0f} tok/s/GPU; a step takes {format_seconds(expected.step_time_s)} "
+        f"instead of {format_seconds(best.step_time_s)}, because of: {', '.join(causes)}"
     )
 
 

@@ -35,7 +35,7 @@ class Forecast:
 
 
 class StepTime(LayerTime):
-    """Estimates the seconds of one step of a workload on a cluster."""
+    """Estimates the time of one step of a workload on a cluster. All times are in seconds."""
 
     @cached_property
     def stages(self) -> list[Phases]:
@@ -52,7 +52,7 @@ class StepTime(LayerTime):
 
     @cached_property
     def send_s(self) -> float:
-        """Seconds to send hidden states, or their gradient, from one pp rank to the next."""
+        """Time to send hidden states, or their gradient, from one pp rank to the next."""
         w = self.workload
         is_near = self.cluster.count_nodes(*self.place("pp")) == 1
         bandwidth = self.cluster.links if is_near else self.cluster.network
@@ -67,11 +67,11 @@ class StepTime(LayerTime):
 
     @cached_property
     def once_s(self) -> float:
-        """Seconds of FSDP's collectives that are exposed once per step, on the slowest rank."""
+        """Exposed time of FSDP's collectives that run once per step, on the slowest rank."""
         return max(self.wait_once(rank) for rank, *_ in self.workload.alike)
 
     def wait_once(self, pp_rank: int) -> float:
-        """Return the seconds that one pp rank waits for those collectives of FSDP that run once per step.
+        """Return how many seconds one pp rank waits for those collectives of FSDP that run once per step.
 
         The first all-gather and the last reduction overlap with nothing. In a pipeline, torch reduces the gradients
         of a stage after the last backward of the stage. Without a pipeline, the last backward all-reduces the gradients
@@ -110,11 +110,11 @@ class StepTime(LayerTime):
 
     @cached_property
     def optimizer_s(self) -> float:
-        """Seconds of the optimizer on the slowest rank."""
+        """Time of the optimizer on the slowest rank."""
         return max(self.update_time(rank) for rank, *_ in self.workload.alike)
 
     def update_time(self, pp_rank: int) -> float:
-        """Return the seconds of the optimizer on one pp rank.
+        """Return the time of the optimizer on one pp rank.
 
         Computing the gradient norm reads the gradient. The update reads gradient, weight and moments, and writes weight
         and moments. In each round of Muon, the all-to-alls and the Newton-Schulz of the largest matrix do not overlap.
@@ -147,7 +147,7 @@ class StepTime(LayerTime):
             passes.append(phases.forward + after)
         fills = [0.0, *accumulate(passes)]
         bounds = []
-        for *_, rank in self.workload.alike:  # the last of equal pp ranks starts last
+        for *_, rank in self.workload.alike:  # the last pp rank of each group starts last
             indices = layout.stages_of(rank)
             busy = sum(self.stages[index].total for index in indices)
             bounds.append(fills[indices[0]] + layout.n_microbatches * busy)
@@ -163,7 +163,7 @@ class StepTime(LayerTime):
             end_time += weight * simulate(order, self.seconds_of, self.send_s).end_time
         step_time_s = end_time + self.once_s + self.copies_s + self.optimizer_s
         n_times = layout.n_microbatches / layout.pp
-        # seconds of all microbatches of a step
+        # time of all microbatches of a step
         average = Phases(*(n_times * sum(seconds) for seconds in zip(*self.stages, strict=True)))
         bubble = 0.0
         if layout.pp > 1:

@@ -47,7 +47,7 @@ class Moved(NamedTuple):
 
 
 def sum_moved(calls: Iterable[tuple[Hashable, float, float]]) -> dict[Hashable, Moved]:
-    """Sum the calls of one rank by key. Each item of `calls` is (key, number of calls, total bytes)."""
+    """Sum the calls of one rank that have equal keys. Each item of `calls` is (key, number of calls, total bytes)."""
     moved: dict[Hashable, Moved] = {}
     for key, n_calls, n_bytes in calls:
         before = moved.get(key, Moved(0, 0))

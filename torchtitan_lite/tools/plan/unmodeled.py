@@ -48,7 +48,7 @@ def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
         )
     if planned.workload.async_tp and planned.workload.float8:
         unmodeled["parallelism.enable_async_tensor_parallel = True"] = (
-            "6 of 10 collectives of a block as fused, but float8 allows only 1"
+            "6 of 10 collectives of a block as fused with matmuls, although with float8 only 1 is fused"
         )
     if planned.workload.updates_matrices and planned.config.optimizer.groups:
         unmodeled["optimizer.groups"] = "rounds of Muon that mix the matrices of all groups"

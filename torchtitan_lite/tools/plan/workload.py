@@ -71,7 +71,7 @@ class LayerKind:
                 self.matrices.append(w.describe_matrix(module))
         # number of weights that FSDP all-gathers in float8
         self.n_float8 = sum(width == 1 for _, width in self.groups["fsdp"])
-        # axis -> elements of all parameters, bytes that an all-gather returns
+        # axis -> number of elements of all parameters; axis -> bytes that an all-gather returns
         self.sizes, self.gathered = sum_groups((*group, 1) for group in self.groups.items())
         self.colwise = self.select("linear", "colwise")  # tp all-gathers their input
         self.rowwise = self.select("linear", "rowwise")  # tp reduce-scatters their output
@@ -316,7 +316,8 @@ class Workload:
         return Matrix((rows * n_slices // n_shards, *others), (axis, n_slices, 1), n_at_rest)
 
     def deal_rounds(self, pp_rank: int) -> list[tuple[tuple[int, ...], dict[str, float]]]:
-        """Return the rounds of Muon: the sizes of the largest matrix, and axis -> elements in an all-to-all of rank 0.
+        """Return, for each round of Muon, the sizes of its largest matrix, and axis -> elements in an all-to-all of
+        rank 0.
 
         A round has two all-to-alls, to the owners of the matrices and back. The number of elements is the average of
         the two all-to-alls.

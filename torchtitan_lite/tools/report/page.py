@@ -109,7 +109,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def write_page(runs: list[RecordedRun], key: str | None, axis: str, *, refresh: bool) -> str:
-    """Return the page. Runs with equal values of `key` share a curve. If `refresh`, the browser reloads the page."""
+    """Return the page. Runs with equal values of `key` share a curve. If `refresh` is true, the browser reloads the
+    page."""
     is_alone = len(runs) == 1
     if key and not any(key in run.settings for run in runs):
         raise UserError(

@@ -55,7 +55,7 @@ class RecordedRun:
                     self.start = record
         if not (self.start and all(map(self.list_values, MEASURED))):
             raise UserError(
-                f"{folder}/metrics.jsonl lacks a start, or a finite {', '.join(MEASURED)} of a step: "
+                f"{folder}/metrics.jsonl lacks a start record, or finite values of {', '.join(MEASURED)}: "
                 "wait for the run to log these values, or use the code that the run used"
             )
         table = load_toml(folder / "config.toml")
@@ -92,7 +92,7 @@ class RecordedRun:
     def places(self) -> dict[int, dict[str, float]]:
         """Step -> axis -> position. Hours do not include the time between starts of the run.
 
-        If the clock of the host was set back before a record, this record adds no time.
+        If the host's clock was set back between two records, the time between them counts as 0.
         """
         places = {0: dict.fromkeys(AXES, 0.0)}
         last_step, n_tokens = self.list_values("tokens")[-1]

@@ -227,7 +227,7 @@ def describe_report(report: dict) -> str:
     lines += list_by_section(texts) + report["idle"]
     if report["unjudged"]:
         lines.append(
-            "not judged, because their terms cancel and leave only rounding errors: the gradients of "
+            "gradients that are not checked, because their terms cancel and leave only rounding errors: "
             + ", ".join(report["unjudged"])
         )
     for trial in report["trials"]:

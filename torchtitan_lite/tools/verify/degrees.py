@@ -41,7 +41,7 @@ def count_ranks(section: Parallelism) -> int:
 
 
 def choose_dp_shard(section: Parallelism, max_ranks: int) -> int:
-    """Return dp_shard. An automatic value uses as many of the remaining ranks as find_shard_unit allows."""
+    """Return dp_shard. If dp_shard is automatic, it uses as many of the remaining ranks as find_shard_unit allows."""
     unit = find_shard_unit(section)
     return plan_degrees(section, max_ranks)["dp_shard"] // unit * unit
 

@@ -101,7 +101,7 @@ def put_on_one_rank(config: Config, local_batch_size: int) -> Config:
 
 
 def choose_other_layout(config: Config, n_ranks: int) -> Config:
-    """Return the config on a different mesh of the same ranks. The global batch stays the same; ep differs if possible.
+    """Return the config on a different mesh of these ranks, with the same global batch and a different ep if possible.
 
     The mesh has tp = 2, and dp_shard over the remaining ranks. If tp = 2 is impossible, dp_shard covers all ranks.
     """

@@ -29,7 +29,7 @@ class Seen:
     acted: dict[str, bool | None] = field(default_factory=dict)  # witnesses.Acted
 
     def note(self, measure: str, name: str, error: float) -> None:
-        """Record an error, at most LARGEST_ERROR. If a key has several errors, keep the largest."""
+        """Record an error, capped at LARGEST_ERROR. If a key has several errors, keep the largest."""
         key = (self.step, measure, name)
         error = error if error < LARGEST_ERROR else LARGEST_ERROR  # also NaN
         self.errors[key] = max(error, self.errors.get(key, 0.0))

@@ -125,7 +125,7 @@ def draw_batch(config: Config, seed: int) -> Batch:
 
 
 def choose_positions(section: LRScheduler) -> list[int]:
-    """Return each step's position in the learning-rate schedule: start, peak, the last three, and the last again."""
+    """Return each step's position in the learning-rate schedule: first, peak, the last three, and the last again."""
     last = section.total_steps - 1
     positions = [0, section.warmup_steps - 1, last - 2, last - 1, last, last]
     return [max(0, min(position, last)) for position in positions]
@@ -251,7 +251,7 @@ class PlainModel:
                 if type(module) is not known:
                     raise UserError(
                         f"layers.{layer} has {type(module).__name__}, but verify only supports {known.__name__}. "
-                        f"Add its formula to PlainExperts, and its class to this condition, in {__file__}."
+                        f"In {__file__}, add its formula to PlainExperts, and the class to this condition."
                     )
             self.experts[layer] = PlainExperts(moe, layer, biases_decide=biases_decide)
         self.parameters = dict(self.model.named_parameters())

@@ -93,7 +93,7 @@ def compare_steps(rank: int, world_size: int, config: Config, path: str) -> Seen
 
 
 def compare_step(run: build.Run, plain: PlainStep, seen: Seen) -> None:
-    """Run one step and compare everything. Collective."""
+    """Run one step and compare each result with the plain loop. Collective."""
     # set the schedule as when a run resumes at this position
     if run.lr_scheduler.last_epoch != plain.position:
         set_step(run.lr_scheduler, plain.position)

@@ -140,7 +140,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
 
 
 def suggest_smaller(config: Config, max_ranks: int) -> str:
-    """Return the command for a smaller layout, or else the advice to allow more ranks."""
+    """Return a command that verifies a smaller layout, or advice to use more ranks if there is no such layout."""
     for degrees in list_smaller(config):
         smaller = override(config, degrees)
         if count_ranks(smaller.parallelism) > max_ranks:
@@ -280,8 +280,8 @@ def reduce_batch(small: Config, config: Config, real: Layout, wide: Layout) -> d
         wanted = min(real.n_microbatches, 2 * (n_stages // 2 + 1))
         n_microbatches = find_n_microbatches(small.parallelism, wanted, n_stages)
     unit = FLOAT8_BLOCK if config.model.uses_float8 else 1
-    # 41 is odd, and stays odd if neither tp nor cp divides rows. A row with an odd number of tokens shows whether code
-    # that halves rows keeps the last token.
+    # A row has 41 tokens, an odd number, unless tp, cp, float8 or a long window requires more. A row with an odd number
+    # of tokens shows whether code that halves rows keeps the last token.
     keys = give_batch(small, wide, n_rows, n_microbatches, 41, unit)
     if accumulates:
         keys["training.local_batch_size"] = n_rows
