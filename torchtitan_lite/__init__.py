@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-# check this first, because an older Python cannot parse the rest of the package
+# check the version first, because an older Python cannot parse the rest of the package
 if sys.version_info < (3, 10):
     sys.exit(
         "torchtitan_lite needs Python 3.10 or newer, but {} is {}.{}. Set PYTHON=/path/to/a/newer/python3".format(

@@ -1,5 +1,5 @@
-"""Convert between DTensors, local shards and full tensors. The core converts only with the functions in this file,
-which do not communicate.
+"""Convert between DTensors, local shards and full tensors. The core converts tensors only with the functions in this
+file, which do not communicate.
 
     wq.weight (H*E, D), tp=2          rank 0                  rank 1
     the parameter                     DTensor                 DTensor              optimizer, checkpoints, FSDP

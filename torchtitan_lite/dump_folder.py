@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 LOCAL_FOLDER = "checkpoint.local_folder"
 LOCK = "lock"
-CONFIG_TOML = "config.toml"  # marks the folder of a run
+CONFIG_TOML = "config.toml"  # only the folder of a run contains this file
 RUN_ID = "run_id"  # file in checkpoint.folder; its content is the name of the folder with the run's snapshots
 HANG = "hang"  # folder of the reports of hanging ranks, with one subfolder for each restart
 METRICS = "metrics.jsonl"

@@ -67,8 +67,8 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> None:
         row = weights.model_args
         name = config.model.name if "model.name" in given.chosen else row.name
         if name != row.name:
-            # for fields that the chosen model has and the model of the weights lacks, use the values of the chosen
-            # model's debug flavor
+            # if the chosen model has fields that the model of the weights lacks, take them from the chosen model's
+            # debug flavor
             list_added_fields = load_extension("families").list_added_fields
             row = replace(row, **list_added_fields(MODELS[name].flavors["debug"], row))
         given.config = replace(config, model=replace(config.model, name=name, row=row))
@@ -87,7 +87,7 @@ def adapt_to_weights(given: UserConfig, weights: Weights) -> None:
         rate = 0.0  # Hugging Face formats have no expert bias
         if weights.manifest:
             rate = weights.manifest.run["config"]["training"]["expert_bias_rate"]
-        why = f"the rate of the weights in {weights.path}"
+        why = f"the rate for the weights in {weights.path}"
         given.set_default("training.expert_bias_rate", rate, why)
     if config.optimizer.lr > HIGHEST_LR:
         high = f"optimizer.lr = {config.optimizer.lr:g} is high for trained weights"

@@ -16,8 +16,8 @@ their time is not included.
 Loss and grad_norm are the same on every rank; times and memory are measured on rank 0.
 MFU is the FLOP/s of the model divided by the peak FLOP/s of the hardware (PaLM, app. B, arXiv:2204.02311).
 
-A sink has a `path` and the methods `write(record)` and `close()`. The first record opens the file of a sink through a
-cached property. If the file cannot be opened, nothing is cached, so the next record tries again.
+A sink has a `path` and the methods `write(record)` and `close()`. A sink opens its file in a cached property, when it
+writes the first record. If the file cannot be opened, nothing is cached, so the sink tries again with the next record.
 """
 
 import json
@@ -139,7 +139,7 @@ class RunMetrics:
         is_applied: bool,
         grad_norm: float,
     ) -> None:
-        """Record a step if it is due, validated or skipped, or if the previous step was skipped.
+        """Record a step if a record is due, if this step was validated or skipped, or if the previous step was skipped.
 
         `validation`: the result of `validate`, or None. `time_s`: the duration of the step. `data_time_s`: how long the
         host waited for the batch. A record has the average times of the steps since the previous record. Writing a
@@ -341,7 +341,7 @@ class TensorBoardSink:
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
         writer = RecordWriter(open(self.path / name, "wb"))
         writer.write(encode_event(file_version="brain.Event:2"))
-        # this event makes TensorBoard hide the records of earlier starts from this step on
+        # this event makes TensorBoard hide records of earlier starts, if their step is this step or a later one
         start = SessionLog(status=SessionLog.START)
         writer.write(encode_event(step=self.resumed_step + 1, session_log=start))
         return writer

@@ -229,7 +229,7 @@ def adapt_to_cpu(given: UserConfig) -> None:
     training = given.config.training
     n_sequences = training.global_batch_size
     if n_sequences == -1:
-        n_sequences = training.local_batch_size  # this number is per data-parallel rank
+        n_sequences = training.local_batch_size  # local_batch_size is per data-parallel rank
     is_pipeline = given.config.parallelism.pipeline_parallel_degree > 1
     if is_pipeline or n_sequences * training.seq_len <= CPU_TOKENS:
         return
@@ -284,5 +284,5 @@ def list_notices(spec: RunSpec) -> Iterator[str]:
     if spec.weights is None and any(assets.glob("*.safetensors")) and (assets / CONFIG).is_file():
         yield (
             f"the run starts from random weights: only the tokenizer of {assets} is used. "
-            f"To train its weights too, set checkpoint.initial_load_path={assets}"
+            f"To train the weights in this folder, set checkpoint.initial_load_path={assets}"
         )

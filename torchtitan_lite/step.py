@@ -26,7 +26,7 @@ from torchtitan_lite.model.loss import count_valid_tokens
 from torchtitan_lite.parallel.fsdp import prepare_microbatch
 
 RANDOM = (
-    "a step draws random numbers, as in dropout. Recompute, a resume and other layouts would draw different numbers: "
+    "a step draws random numbers, as in dropout. Recompute, resumed runs and other layouts would not repeat them: "
     "derive random numbers from tokens and positions"
 )
 

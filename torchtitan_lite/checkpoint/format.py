@@ -65,7 +65,7 @@ class TensorRecord(NamedTuple):
     dtype: str  # as torch spells it, such as "float32"
     shape: Sequence[int]
     stage: int  # pp coordinate of the ranks that have this tensor
-    splits: Sequence[Split]  # in the order in which they are applied
+    splits: Sequence[Split]  # splits of dims, in the order in which they are applied
     copy: int  # index of the writing rank among the ranks with equal slices
 
     @property
@@ -137,8 +137,8 @@ class Manifest:
     # config, layout and launch of the run; for exports, also config.json of the initial weights
     run: dict[str, object]
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
-    mesh: Degrees = field(default_factory=dict)  # mesh degrees of the run that saved it
-    host: list[int] | None = None  # in a snapshot: the ranks of the host that wrote it
+    mesh: Degrees = field(default_factory=dict)  # mesh degrees of the run that saved the checkpoint
+    host: list[int] | None = None  # for a snapshot: the ranks of the host that wrote the snapshot
     format: int = FORMAT
 
 

@@ -11,8 +11,8 @@ initial weights on any layout.
 
 format.py determines which rank writes which slice; a slice that several ranks have is written once. The ranks of a
 pipeline stage divide the lines of the manifest among themselves. Rank 0 gathers the lines, and the hash of each file.
-The gather pads every message to the length of the longest message. If a pipeline stage has more ranks than tensors,
-this length is about 300 bytes.
+The gather pads every message to the length of the longest message, which is about 300 bytes if a pipeline stage has
+more ranks than tensors.
 
 If ranks fail, every rank raises the error of the lowest rank that failed. Files use the format of torch's
 HuggingFaceStorageWriter(save_distributed=True), so torch's HuggingFaceStorageReader opens them without this package.
@@ -70,7 +70,7 @@ SPIKES = "spike_filter."  # prefix of the tensors of extensions/spike_filter.py
 # keys of the file header, where torch's reader finds the offsets of a shard within the full tensor
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
-# the ranks that have copies of a tensor take turns as its writer only if it has at least this number of elements
+# for tensors of at least this number of elements, the ranks that have copies take turns as the writer
 DEALT = 2**16
 MOST_DAMAGED = 8  # maximum number of messages in one error
 # matches the name of one mesh dim, because torch joins the names of flattened dims

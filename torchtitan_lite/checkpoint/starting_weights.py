@@ -104,7 +104,7 @@ def names_step(section: Checkpoint, steps: list[int], restarted: bool) -> bool:
 
 
 def check_went_on(section: Checkpoint, folder: Path, steps: list[int]) -> None:
-    """Accept a load_step that is not the last step if a run with the same command has already continued from it.
+    """Accept a load_step other than the last step if a run with the same command has already continued from it.
 
     Raises ConfigError otherwise.
     """
@@ -228,7 +228,7 @@ def parse_model_args(manifest: Manifest) -> ModelArgs:
     model = shape["name"]
     if model not in MODELS:
         raise CheckpointError(
-            f"its model is {model!r}, but this code only has {', '.join(MODELS)}: use the code that saved it"
+            f"its model is {model!r}, but this code has only {', '.join(MODELS)}: use the code that saved the weights"
         )
     model_args = parse_fields(type(MODELS[model].flavors["debug"]), shape)
     stored = {
@@ -251,7 +251,7 @@ def parse_fields(kind: type, values: dict[str, Any]) -> Any:
     unknown = [f"{name} = {values[name]!r}" for name in values if name not in hints]
     if unknown:
         raise CheckpointError(
-            f"its model has unknown fields: {', '.join(unknown)}: use the code that saved it"
+            f"its model has unknown fields: {', '.join(unknown)}: use the code that saved the weights"
         )
     parsed = {}
     for name, value in values.items():

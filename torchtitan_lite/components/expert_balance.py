@@ -188,7 +188,7 @@ class AddLoss(torch.autograd.Function):
 def describe_load(loads: Tensor, top_k: int) -> dict[str, float]:
     """Summarize the result of `ExpertBalance.update`, (layers, experts + 1), for the log. Waits for the device."""
     loads = loads.cpu()
-    loads = loads[loads[:, :-1].sum(1) > 0]  # leave out the rows of dense layers
+    loads = loads[loads[:, :-1].sum(1) > 0]  # leave out dense layers, whose rows are zero
     counts = loads[:, :-1]
     entropies = loads[:, -1]
     relative_load = counts / counts.mean(1, keepdim=True)

@@ -111,8 +111,8 @@ def update_weights(
     Otherwise gradients, weights and moments do not change. `max_norm` 0 turns clipping off. Returns whether the step
     was applied, () bool on the device.
     Fused kernels clip during the update. They read the divisor of the gradients, and the flag that skips the step, on
-    the device (as with torch.amp.GradScaler). Other optimizers need an extra pass over the gradients and one
-    host-device synchronization per step.
+    the device (as with torch.amp.GradScaler). Optimizers without a fused kernel need an extra pass over the gradients
+    and one host-device synchronization per step.
     """
     applied = grad_norm.isfinite()
     if is_spike is not None:

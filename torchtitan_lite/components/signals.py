@@ -108,7 +108,9 @@ class StopFlag:
         if not self.received:
             self.received = received
             self.received_at_s = now_s
-            later = f"a signal more than {COPIES_ARRIVE_WITHIN_S:g} s from now ends it immediately"
+            later = (
+                f"a signal more than {COPIES_ARRIVE_WITHIN_S:g} s from now ends the run immediately"
+            )
             logger.info(f"{received.name}: the run stops at the end of a step; {later}")
         elif now_s - self.received_at_s > COPIES_ARRIVE_WITHIN_S:
             self.end(received, "immediately, because this is the second signal")

@@ -142,7 +142,7 @@ def count_keys(model_args: ModelArgs, seq_len: int, attention: str) -> tuple[int
     the causal part, because early tokens see fewer keys.
     """
     full = 0
-    causal = 0  # the sum for the causal part times 2*S, which is an integer
+    causal = 0  # the sum for the causal part, multiplied by 2*S to get an integer
     for window in list_windows(attention, model_args):
         n_keys = min(window or seq_len, seq_len)
         full += n_keys

@@ -34,8 +34,8 @@ from torchtitan_lite.config.schema import (
 AUTOMATIC = (None, -1, AUTO)  # the values that resolve_config replaces
 TP = "parallelism.tensor_parallel_degree"
 SPLIT_DIMS = {"colwise": 0, "rowwise": -1}  # tp_style -> dim of the weight that tp splits
-# Keys that no rule of settings.py and no notice of notices.py reads, except in the two cases that asks_for_features
-# tests. If every key that is not listed here has its default value, settings.py and notices.py are not loaded.
+# The rules of settings.py and the notices of notices.py do not read these keys, except in the two cases that
+# asks_for_features tests. If all other keys have their default values, settings.py and notices.py are not loaded.
 PLAIN_KEYS = set(
     """
     job.config_file job.dump_folder model.hf_assets_path optimizer.lr lr_scheduler.warmup_steps
@@ -134,7 +134,7 @@ def check_batch(config: Config, layout: Layout) -> Refused:
     n_local = config.training.local_batch_size
     n_sequences = layout.global_batch_size
     unit = n_local * layout.dp
-    if layout.pp == 1 and n_sequences < unit:  # then a rank has one microbatch
+    if layout.pp == 1 and n_sequences < unit:  # a smaller share is one microbatch
         unit = layout.dp
     if n_sequences % unit:
         why = (
@@ -161,7 +161,8 @@ def list_multiples(value: int, unit: int) -> str:
 def check_stages(section: Parallelism, n_layers: int) -> Refused:
     """Check that the schedule can run the pipeline stages, and that the model has enough layers for all stages.
 
-    The first stage may have only the embedding, and the last stage only norm and head. Every other stage needs a layer.
+    The first stage may have only the embedding, and the last stage only norm and head. Each of the remaining stages
+    needs a layer.
     """
     pp = section.pipeline_parallel_degree
     if pp == 1:

@@ -55,9 +55,9 @@ DECAYS: dict[str, Callable[[float], float]] = {
 class AttentionRow:
     """Describe a kind of attention: which tokens a token attends to, and which features support this attention.
 
-    If the row names no file, attention is a softmax over the token itself and the earlier tokens of its document and
-    window, and over the sinks of the model. In that case, training, `generate`, verify and context parallel need only
-    the row.
+    If the row names no file, the attention of a token is a softmax over the token itself, the earlier tokens of its
+    document and window, and the sinks of the model. For such a row, training, `generate`, `verify` and context parallel
+    need no additional code.
     """
 
     # file of extensions/ that defines a function with the name of this attention. The function takes (model_args,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torchtitan_lite.config.schema import LARGEST, LARGEST_SIZE, MOST_LAYERS, Range
 
-# ranges for ConfigKey.limits; by default, `limits` is the range of a size
+# ranges for ConfigKey.limits, whose default is the range of a size
 COUNT = Range(1, MOST_LAYERS)  # number of layers or of experts
 ABOVE_ZERO = Range(1e-30, LARGEST)
 NOT_NEGATIVE = Range(0, LARGEST)
@@ -57,7 +57,7 @@ class Family:
     # field of MoEArgs -> key; all other fields of MoEArgs must have their default values
     experts: dict[str, str] = field(default_factory=dict)
     divides_dim: bool = False  # the number of heads must divide the hidden size
-    # "all": every layer has the window; "some": layer_types or max_window_layers choose layers
+    # "all": every layer has the window; "some": layer_types or max_window_layers selects the layers with a window
     windows: Literal["none", "all", "some"] = "none"
 
     @property

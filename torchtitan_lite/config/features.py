@@ -94,7 +94,7 @@ def check_float8_all_gather(config: Config, model_args: ModelArgs, layout: Layou
 
 def check_spikes(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
     if config.training.skip_spikes <= 1:
-        why = "about half of all gradient norms are above their median, so ordinary steps would be skipped"
+        why = "about half of all gradient norms are above the median, so a factor up to 1 would skip ordinary steps"
         remedy = "Use a number above 1, such as 3, or 0 to skip no steps"
         yield "training.skip_spikes", why, remedy
 

@@ -18,7 +18,7 @@ class Machine:
     n_devices: int
     memory_bytes_per_device: int | None  # None: unknown
     name: str  # as the driver reports it
-    # False for another host: the compilers and memory of this host are not checked
+    # False if the run uses a machine other than this host; the compilers and memory of this host are then not checked
     is_here: bool = True
     driver: str = ""  # version of NVIDIA's driver; "": not known
 

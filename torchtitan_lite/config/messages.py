@@ -51,7 +51,7 @@ class Problems(list):
 
     def refuse(self, key: str, why: str, remedy: str, value: object = None) -> None:
         """Append a Problem that reports `key` and the value of this key in the config. For a size that [model] does not
-        set, use the value of the flavor."""
+        set, the Problem reports the value of the flavor."""
         if value is None:
             value = get_value(self.config, key)
         if value is None:

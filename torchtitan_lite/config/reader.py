@@ -142,7 +142,7 @@ def parse_arguments(
             remedy = "Write --section.key value, or --section.key=value"
             if argument in SHIPPED:
                 remedy = f"Write --config {argument}"
-            problems.append(Problem("argument", argument, "it does not follow a key", remedy))
+            problems.append(Problem("argument", argument, "no key precedes it", remedy))
             continue
         name = "job.config_file" if flag == "--config" else flag[2:].replace("-", "_")
         if not equals:
@@ -219,7 +219,7 @@ def convert(kind: Any, value: Any) -> Any:
     if origin is Annotated:
         return check_limits(convert(inner[0], value), inner[1])
     if origin is list:
-        # text of the command line, or "a" instead of ["a"] in a file, as in torchtitan
+        # a str is text of the command line, or a file has "a" instead of ["a"], as in torchtitan
         if isinstance(value, str):
             value = split_list(inner[0], value)
         if not isinstance(value, list):
@@ -278,7 +278,7 @@ def check_limits(value: Any, limits: Any) -> Any:
 def parse_literal(text: str) -> Any:
     """Return the value of a TOML literal, such as 8, 1e-3, true or ["a"], or `text` if it is not a literal."""
     with suppress(tomllib.TOMLDecodeError):
-        # in brackets, a second line or a comment is an error, so nothing that follows the literal is dropped
+        # inside brackets, a second line or a comment after the literal is an error, so neither is dropped silently
         items = tomllib.loads(f"items = [{text}]")["items"]
         if len(items) == 1:
             return items[0]
@@ -294,8 +294,8 @@ def split_list(kind: Any, text: str) -> list[Any]:
         return literal
     if is_dataclass(kind):
         raise WrongValue("it is not a list of tables in TOML", describe_list(kind))
-    if text.startswith("["):  # a shell has removed the quotes
-        raise WrongValue("it is not a TOML list", """Write a,b, or quote the list: '["a", "b"]'""")
+    if text.startswith("["):  # the shell has removed the quotes around the items
+        raise WrongValue("it is not a TOML list", """Quote the list: '["a", "b"]', or write a,b""")
     return list(filter(None, map(str.strip, text.split(","))))
 
 

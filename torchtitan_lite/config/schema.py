@@ -95,7 +95,7 @@ class Model:
     # ["float8"]: linear layers compute in float8, see [quantize.linear.float8]
     converters: list[Literal["float8", "quantize.linear.float8"]] = key([], resume="note")
 
-    # not a key, but the model of the loaded weights, which replaces the flavor
+    # model of the loaded weights, which replaces the flavor; this field is not a key
     row: ModelArgs | None = None
 
     @property
@@ -115,7 +115,7 @@ class Training:
     # new: folder for the tokens of named corpora and for compiled code, which all runs share
     cache_folder: PathText = "outputs/cache"
     # sequences per data-parallel rank and forward pass, or fewer if a rank's share of global_batch_size is smaller.
-    # Under PP, local_batch_size must divide the share of each rank
+    # Under PP, the share of each rank must be a multiple of local_batch_size
     local_batch_size: Size = 8
     # sequences per step; auto: local_batch_size x data-parallel ranks. On a CPU without PP, if a step would have more
     # than 2,048 tokens, the default is auto, and the default of local_batch_size is 1

@@ -111,7 +111,7 @@ def check_pipeline(config: Config, layout: Layout) -> Refused:
     section = config.parallelism
     if section.zero_stage == 2:
         why = "torch's pipeline runtime reduces gradients once per step, so they cannot be sharded earlier"
-        yield "parallelism.zero_stage", why, "Use 1, or 3 to shard the parameters too"
+        yield "parallelism.zero_stage", why, "Use 1, or use 3, which also shards the parameters"
     if SCHEDULES[section.pipeline_parallel_schedule].splits_backward:
         otherwise = "or use Interleaved1F1B"
         if layout.zero_stage == 3:
@@ -136,7 +136,7 @@ def check_context_parallel(config: Config, model_args: ModelArgs) -> Refused:
         why = f"model.attention = {attention!r} does not support it (see under_cp in config/choices.py)"
         yield "parallelism.context_parallel_degree", why, "Use 1"
     elif section.context_parallel_rotate_method == "ring" and is_masked:
-        why = "the ring has no masks, so it does not support documents, windows, sinks or attention with its own code"
+        why = "the ring has no masks, so it does not support documents, windows, sinks or attention from extensions/"
         yield "parallelism.context_parallel_rotate_method", why, 'Use "allgather"'
 
 
@@ -159,6 +159,6 @@ def check_windows(attention: str, model_args: ModelArgs) -> Refused:
         remedy = "Use 1 or more, or None for no window. The flavor or the attention (config/choices.py) sets windows"
         yield "model.attention", why, remedy
     elif row.window is None and (window or model_args.attention_sinks or not row.extension):
-        why = "its row in config/choices.py has no `window`; rows without code and models with windows or sinks need it"
+        why = "its row in config/choices.py has no `window`, but names no extension, or the model has windows or sinks"
         remedy = 'Use "causal", or add `window` to the row, such as ModelArgs.find_window'
         yield "model.attention", why, remedy

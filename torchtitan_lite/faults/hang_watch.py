@@ -10,11 +10,11 @@ comm.train_timeout_seconds or twice the duration of the last step, whichever is 
 end within STOP_WITHIN_S, or within twice the duration of the last step if that is longer. For a save, for loading the
 initial state, for the first step and for the first validation, the limit is 3/4 of comm.init_timeout_seconds. A rank
 that exceeds its limit also creates a file named `late`. A rank that has not advanced for half of the limit of a step
-looks for the file `late`, in a step or between two steps. After a signal, the rank looks at once. If the file exists,
-the rank writes its state too. Ranks that advance therefore do not read the shared folder. A rank that is stopped or
-never releases the GIL cannot write, so each file also contains the state of every rank on the same host, from /proc. If
-the late step ends after all, the rank deletes its report and the file `late`. A new start of the run deletes the files
-of all earlier starts (dump_folder.py).
+looks for the file `late`, in a step or between two steps. After a signal, the rank looks for the file immediately. If
+the file exists, the rank writes its state too. Ranks that advance therefore do not read the shared folder. A rank that
+is stopped or never releases the GIL cannot write, so each file also contains the state of every rank on the same host,
+from /proc. If the late step ends after all, the rank deletes its report and the file `late`. A new start of the run
+deletes the files of all earlier starts (dump_folder.py).
 
 gloo aborts a rank if its collective differs from the collectives of its peers. A rank that ends with an error, or
 because another rank has ended, writes a report of the same kind to hang/restart-0/failed-00003.json.

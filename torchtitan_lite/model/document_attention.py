@@ -6,8 +6,8 @@ masked. The model computes the mask or the BlockMask once per batch, before the 
 computes the BlockMask is compiled too, so no mask of queries x keys is stored.
 
 Queries and keys may be any part of the sequence in any order, because under context parallel a rank has only some of
-the queries. The CUDA path has never been run on a GPU. Tests on a CPU check its blocks, its outputs, and its
-compilation without graph breaks.
+the queries. The CUDA path has never been run on a GPU. Tests on a CPU check the blocks and the outputs of this path,
+and that it compiles without graph breaks.
 
 Legend: B batch, S sequence, Q and K queries and keys of one call, E head dim.
 Sources: documents in a batch: Llama 3, arXiv:2407.21783; FlexAttention arXiv:2412.05496.

@@ -154,7 +154,7 @@ def is_tied_inside(part: nn.Module) -> bool:
 
 
 def share_embedding(part: nn.Module) -> None:
-    """Let a tied head use the embedding's weight again. `parallelize_module` and `to_empty` replace the shared tensor
-    by two tensors, with equal placements."""
+    """Restore the tie between the weights of the embedding and the head. `parallelize_module` and `to_empty` replace
+    the shared tensor by two tensors, with equal placements."""
     if is_tied_inside(part):
         part.output.weight = part.tok_embeddings.weight

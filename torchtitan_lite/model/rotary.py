@@ -68,7 +68,7 @@ def turned(x: Tensor, rotation: Tensor, *, direction: int) -> Tensor:
     A pair is a complex number, and a rotation is a complex product. Eager code computes this product in one kernel.
     inductor has no kernels for complex numbers, so compiled code uses real products.
     """
-    if x.stride(-1) != 1:  # x may be an expanded gradient
+    if x.stride(-1) != 1:  # x may be an expanded gradient, with stride 0
         x = x.contiguous()
     if not torch.compiler.is_compiling():
         dtype = torch.promote_types(x.dtype, torch.float32)

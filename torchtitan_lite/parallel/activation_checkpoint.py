@@ -51,7 +51,8 @@ KEPT_OPS = [  # outputs worth saving: expensive to compute, or received from oth
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten.amax.default,  # for float8 scales: its output is one number, but recompute would read the full tensor
-    # topk chooses the routes of an MoE layer, which are small. Recomputed routes could differ from the original routes
+    # topk chooses the routes of an MoE layer. Routes are small, and recomputed routes could differ from the original
+    # routes
     aten.topk.default,
     torch.ops.higher_order.flex_attention,  # inside a compiled block
     torch.ops.higher_order.inductor_compiled_code,  # flex attention in an eager block

@@ -22,7 +22,7 @@ The host must know how many rows will arrive, to allocate memory for them. So th
 layer and microbatch (read_splits), and once more if the layer is recomputed. To keep the device busy while the host
 waits, FSDP prefetches the next layer before the wait (plan_prefetch). With ep = 1 there is no exchange and no wait.
 
-With uneven loads a rank receives more than R rows; no row is dropped. Gradients are sums over all tokens of the global
+With uneven loads, a rank receives more than R rows; no row is dropped. Gradients are sums over all tokens of the global
 batch. For experts, the all-to-alls and FSDP's reduction over efsdp and dp_replicate compute these sums, so gradients
 need no factor of ep. tp does not split experts, because tp ranks have different tokens (sequence parallel).
 

@@ -66,7 +66,7 @@ from torchtitan_lite.parallel.exchange import add_tokens, list_ranks
 
 
 def plan_fsdp_groups(part: nn.Module) -> list[list[nn.Module]]:
-    """List the groups of modules that FSDP all-gathers together, in forward order. The root has all other modules.
+    """List the groups of modules that FSDP all-gathers together, in forward order. The root contains all other modules.
 
     FSDP counts calls per group, so all modules of a group must be called equally often. If the model has additional
     modules outside the blocks, norm and head do not form a group, because the model may call the head twice, or call a
@@ -110,8 +110,8 @@ def apply_fsdp(
     def shard(group: list[nn.Module], mesh: DeviceMesh = mesh, **options) -> None:
         fully_shard(group, mesh=mesh, **usual | options)
         if mesh.size() > 1:  # with one rank, FSDP would only copy the gradient
-            # Sum gradients without dividing them. With gloo, the first call alone is not enough, so the second call is
-            # needed.
+            # Sum gradients without dividing them. The first call is not sufficient with gloo, so the second call is
+            # needed too.
             group[0].set_gradient_divide_factor(1.0)
             group[0].set_force_sum_reduction_for_comms(True)
 
@@ -121,8 +121,8 @@ def apply_fsdp(
     if not gathers_whole_parts(layout, section.mixed_precision_param):
         groups = plan_fsdp_groups(part)
     for group in groups:
-        # The head's backward directly follows its forward. If the head were resharded in between, it would be
-        # all-gathered twice in a row.
+        # The head's backward directly follows its forward. Resharding the head between the two would only cause a
+        # second all-gather.
         shard(group, reshard_after_forward=reshard and part.output not in group)
     # the backward of an untied embedding does not read the weight
     if [part.tok_embeddings] in groups:
@@ -177,13 +177,13 @@ def accumulate_weight_gradients(part: nn.Module) -> None:
     dtype).
 
     Call this function after the weight half of a split backward. FSDP accumulates gradients in hooks on the gradients
-    of module inputs, but the weight half does not call these hooks. Without this function, torch 2.13 would sum these
+    of module inputs, but these hooks do not run in the weight half. Without this function, torch 2.13 would sum these
     gradients in the compute dtype until the next hook. No communication.
     """
     for _, group in list_fsdp_groups(part):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "to_accumulated_grad_if_needed"):
-                # add the existing sum first, because the next line replaces it
+                # first add to an existing sum, because the next line would replace this sum
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
             # torch 2.15 has neither method, because its autograd adds gradients in the dtype of the reduction

@@ -45,7 +45,7 @@ def start_with_one_worker(
     timeout: timedelta,
     **settings: object,
 ) -> None:
-    """Replace ProcessGroupGloo.__init__. The only change is the number of worker threads, which is 1."""
+    """Replace ProcessGroupGloo.__init__ in order to start one worker thread instead of two."""
     options = ProcessGroupGloo._Options()
     options._threads = 1
     options._timeout = timeout

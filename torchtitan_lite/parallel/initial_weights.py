@@ -42,8 +42,8 @@ def initialize_weights(part: nn.Module, seed: int, device: torch.device | None =
 
 
 def fill_tensor(full: Tensor, entry: Parameter, generator: torch.Generator) -> None:
-    """Fill the full tensor of one parameter with 0 for a bias, otherwise with normal values. `entry.row` has their mean
-    and standard deviation. If the standard deviation is 0, as for a norm, each value is equal to its mean.
+    """Fill the full tensor of one parameter with 0 for a bias, otherwise with normal values. `entry.row` has the mean
+    and the standard deviation. If the standard deviation is 0, as for a norm, all values are equal to the mean.
 
     Normal values are clamped at three standard deviations; `trunc_normal_` would be slower.
     """

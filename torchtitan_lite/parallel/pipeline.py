@@ -89,8 +89,8 @@ class PatchedStage(PipelineStage):
     This class also works around three bugs in torch 2.13:
 
     split backward    torch sums weight gradients in the compute dtype (fsdp.py)
-    forward only      neighboring stages on one rank (V schedules) pass gradients to each other, although there are
-                      none
+    forward only      neighboring stages on one rank (V schedules) pass gradients to each other, although forward
+                      computes no gradients
     shape inference   torch runs a forward pass whose tokens would count in the loads of the experts
     """
 
@@ -118,7 +118,7 @@ class PatchedStage(PipelineStage):
 
         If a part is a single FSDP group, it stays unsharded until the step ends. Calling FSDP's hooks again does
         nothing, but took 2.6 % of the CPU time of a step (pp2 x dp2 x tp2, gloo, November 2026). If other code has
-        added hooks to the part, all hooks run.
+        added hooks to the part, no hook is skipped.
         """
         part = self.submod
         is_gathered = self.gathers_whole_part and self.n_done["F"] > self.n_before["F"]

@@ -5,9 +5,9 @@
     HOST_GROUPS          always init_timeout_seconds, because a rank waits for the slowest disk of all ranks
 
 A rank that waits longer than its time-out raises an error. During the first step and the first validation, ranks
-compile, connect and read at different speeds. In later steps, speeds differ little, so a peer that exceeds the time-out
-has hung. On CPUs, sends and receives of a pipeline keep gloo's default time-out of 30 minutes, because gloo cannot
-change the time-out of the group that they use.
+compile, connect and read at different speeds. In later steps, the speeds of ranks differ little, so a peer that exceeds
+the time-out has hung. On CPUs, sends and receives of a pipeline keep gloo's default time-out of 30 minutes, because
+gloo cannot change the time-out of the group that they use.
 
 Effect: creates the default process group; mesh.py creates all other groups.
 """
@@ -199,8 +199,8 @@ def keep_freed_memory() -> None:
 def choose_device(local_rank: int, device_type: str) -> torch.device:
     """Return this process's GPU, or the CPU. `device_type` comes from config/machine.py.
 
-    Raises RuntimeError if only one of the driver and torch reports GPUs. A single rank on the CPU would hang all other
-    ranks.
+    Raises RuntimeError if only one of the driver and torch reports GPUs. If only one rank fell back to the CPU, all
+    other ranks would hang.
     """
     expects_gpu = device_type == "cuda"
     if torch.cuda.is_available() != expects_gpu:

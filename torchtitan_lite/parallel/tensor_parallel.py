@@ -27,8 +27,8 @@ Traffic per block: 2 all-gathers and 2 reduce-scatters in forward, and the same 
 P(n-1)/n per rank, where P = B*S*D*2 bytes in bf16. Recompute repeats the collectives whose outputs are not saved. In
 forward, the embedding adds one reduce-scatter, and the head adds one all-gather. Backward mirrors them. The weight
 gradient of a norm covers only the tokens of one rank, so FSDP all-reduces it over tp before the reduction over
-data-parallel ranks: D values in the compute dtype, or in fp32 if they are sums over microbatches. A bias of a colwise
-layer is split with its output; a rowwise layer adds its bias once, after the reduce-scatter.
+data-parallel ranks. The D values of this gradient have the compute dtype, or fp32 if they are sums over microbatches. A
+bias of a colwise layer is split with its output; a rowwise layer adds its bias once, after the reduce-scatter.
 
 The loss with a sharded vocabulary, for one chunk of n tokens (all tokens if loss_chunk_tokens = 0):
 
@@ -82,7 +82,7 @@ def plan_tensor_parallel(part: nn.Module, tp: int) -> dict[str, "LocalStyle"]:
     for prefix, row in list_modules(part.model_args):
         fqn = prefix + row.name
         if fqn not in modules or row.kind == "router":
-            continue  # the module is on a different pipeline stage, or in an MoE layer
+            continue  # the module is not on this pipeline stage, or it is in an MoE layer
         rows.append(replace(row, name=fqn))
         if row.kind == "embedding":
             plan[fqn] = SplitEmbedding()
@@ -204,8 +204,8 @@ class SplitHead(PrepareModuleInput):
 
 
 class SplitVocabulary(Vocabulary):
-    """A vocabulary split over tp: each rank has the logits of its shard of the output weight. A loss exchanges a few
-    numbers per token."""
+    """A vocabulary split over tp: each rank has the logits of its shard of the output weight. To compute the loss, the
+    ranks exchange a few numbers per token."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks

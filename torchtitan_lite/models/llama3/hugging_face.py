@@ -60,7 +60,7 @@ SHARED = {
     "num_key_value_heads": ConfigKey(int | None),
     "head_dim": ConfigKey(int),  # if missing: hidden_size / num_attention_heads
     "rms_norm_eps": ConfigKey(float, 1e-6, limits=NOT_NEGATIVE),
-    "hidden_act": ConfigKey(str, only=("silu", "swish")),  # two names of the same function
+    "hidden_act": ConfigKey(str, only=("silu", "swish")),  # both names mean the same function
     "tie_word_embeddings": BOOL,
     "max_position_embeddings": ConfigKey(int, 32768),
     "rope_theta": ConfigKey(float, 1e4, limits=ABOVE_ZERO),
@@ -77,7 +77,7 @@ EXPERTS = {
     "output_router_logits": ConfigKey(only=(False,), is_ignored=True),
     "router_aux_loss_coef": IGNORED_KEY,
 }
-# A layer has a window if use_sliding_window is true, unless its number is below max_window_layers
+# If use_sliding_window is true, all layers from number max_window_layers on have a window
 WINDOW_KEYS = {
     "use_sliding_window": BOOL,
     "sliding_window": ConfigKey(int | None, 4096),
