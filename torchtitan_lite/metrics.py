@@ -4,7 +4,7 @@
         start             layout, number of ranks, restarts of the job, git commit, command, host
         step              loss, gradient norm, times, the fields of `describe_speed`, and the load of each expert
         validation        val_loss, val_perplexity, val_bits_per_byte
-        save              the checkpoint, and the seconds that the ranks waited for it
+        save              path of the checkpoint, and how many seconds the ranks waited for it
         stop              why the run ended
     console and log.txt   one line per logged step, and one per validation
     tb/, wandb            the same fields with the tags of torchtitan v0.2 (wandb: extensions/wandb_sink.py)
@@ -288,7 +288,7 @@ def read_peak_memory(device: torch.device) -> dict[str, float]:
     torch.cuda.reset_peak_memory_stats(device)
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     peak_bytes = stats["active_bytes.all.peak"]  # bytes of live tensors
-    reserved_bytes = stats["reserved_bytes.all.peak"]  # of torch's allocator, gaps included
+    reserved_bytes = stats["reserved_bytes.all.peak"]  # of torch's allocator, including gaps
     return {
         "peak_memory_gib": peak_bytes / GIB,
         "peak_memory_share": peak_bytes / total_bytes,

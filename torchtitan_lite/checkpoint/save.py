@@ -73,7 +73,7 @@ OFFSETS = "saved_offsets"
 # for tensors of at least this number of elements, the ranks that have copies take turns as the writer
 DEALT = 2**16
 MOST_DAMAGED = 8  # maximum number of messages in one error
-# matches the name of one mesh dim, because torch joins the names of flattened dims
+# torch joins the names of flattened dims with underscores; this pattern finds the name of each dim
 DIM_NAME = re.compile("_?(dp_replicate|dp_shard|efsdp|ep|cp|tp|pp)")
 
 
@@ -249,7 +249,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     path.touch(exist_ok=False)
     # apply the umask, because safetensors makes the file readable only by its owner
     mode = path.stat().st_mode
-    # transformers cannot load files without "format"
+    # transformers cannot load files whose metadata lacks "format"
     save_file(on_host, path, {"format": "pt", **metadata})
     path.chmod(mode)
 

@@ -207,9 +207,9 @@ def explain_microbatches(parallelism: Parallelism, n_microbatches: int, n_stages
     name = parallelism.pipeline_parallel_schedule
     n_rounds = max(1, n_microbatches // parallelism.pipeline_parallel_degree)
     if SCHEDULES[name].fills_pipeline and n_microbatches < n_stages:
-        return f"{name} needs at least one for each of the {n_stages} stages"
+        return f"{name} needs at least one microbatch per stage ({n_stages})"
     if SCHEDULES[name].in_rounds and n_microbatches % n_rounds:
-        return f"{name} runs them in {n_rounds} equal rounds"
+        return f"{name} runs microbatches in {n_rounds} equal rounds"
     return ""
 
 

@@ -47,7 +47,7 @@ class MoEArgs:
     # number of experts that see every token; they are merged into one feed-forward
     n_shared_experts: int = 0
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
-    normalize_top_k: bool = True  # scale the weights of a token's experts to a sum of 1
+    normalize_top_k: bool = True  # scale the routing weights of a token to a sum of 1
     n_first_dense_layers: int = 0  # number of layers at the start that have no experts
     moe_every: int = 1  # every n-th layer has experts
 
@@ -120,7 +120,7 @@ class ModuleRow:
         sequence    all                                       its own forward, on the rank's slice of the sequence
         heads       all                                       its own forward, on the rank's heads
         whole       all                                       its own forward, on all tokens and features (MLA latents)
-        gathered    all                                       as sequence; then its output is all-gathered, (B, S, out):
+        gathered    all                                       like sequence; its output is all-gathered, (B, S, out):
                                                               equal on all ranks, for a loss that the model adds
         experts     split over ep, not over tp                parallel/expert_parallel.py
     """

@@ -134,7 +134,7 @@ class HangWatch(AbstractContextManager):
     def end(self) -> None:
         """Record that the step has ended. Validation, saves and logging follow."""
         now_s = time.monotonic()
-        is_first = self.last_s == 0  # slower than all later steps
+        is_first = self.last_s == 0  # the first step is the slowest
         self.last_s = now_s - self.began_s
         self.began_s = now_s
         self.is_in_step = False

@@ -1,12 +1,12 @@
 """Compute a mixture of experts (MoE) on one device: a router sends each token to a few of many feed-forwards.
 
-    x (T, D) -> router -> K experts for each token, and their weights
+    x (T, D) -> router -> K experts for each token, and their routing weights
     token      0     1     2              routes (T, K), here K = 2 of 3 experts: A B, C A, B C
     rows       0A 1A | 0B 2B | 1C 2C      (T*K, D): copies of the tokens, sorted by expert
     experts    one grouped matmul over all groups of rows (grouped_mm); groups may have any size: no token is dropped
     output     weighted sum of each token's K rows
 
-To choose experts, a bias is added to the scores; the weights of the experts are computed without the bias.
+To choose experts, a bias is added to the scores; the routing weights are computed without the bias.
 components/expert_balance.py counts the routes, and updates the bias after each step to balance the load.
 
 Legend: B batch, S sequence, T = B*S tokens, D model dim, F expert hidden dim, E experts, K = top_k, R = T*K.
@@ -51,8 +51,8 @@ class MoE(nn.Module):
 class Routing(NamedTuple):
     """The experts of each token."""
 
-    weights: Tensor  # (B, S, K) fp32, weight of each chosen expert
-    routes: Tensor  # (B, S, K) int64, numbers of the chosen experts
+    weights: Tensor  # (B, S, K) fp32, routing weight of each chosen expert
+    routes: Tensor  # (B, S, K) int64, indices of the chosen experts
     counts: Tensor  # (B, E) int64, routes per expert and sequence
     probabilities: Tensor  # (B, S, E) fp32, scores of all experts, normalized to a sum of 1
     logits: Tensor  # (B, S, E) fp32
@@ -90,7 +90,7 @@ class Router(nn.Module):
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return the K best experts for each token: (B, S, E) -> (B, S, K). The bias affects only this choice, not the
-        weights of the experts."""
+        routing weights."""
         return (scores + self.expert_bias).topk(self.args.top_k, dim=-1).indices
 
 

@@ -3,10 +3,10 @@ torch.compile.
 
     mode        saved for backward, per block         recomputed
     none        every activation                      nothing
-    selective   "op": outputs of matmuls, attention   norms, rotary embedding, SwiGLU product: cheap; experts, whose
-                                                      outputs would be most of the memory
+    selective   "op": outputs of matmuls, attention   cheap ops: norms, rotary embedding, SwiGLU product. Also
+                                                      experts, whose outputs would use most of the memory
                 "n":  every n-th block uses full      those blocks
-    full        the block's input (B, S, D)           the block: a third more FLOPs
+    full        the block's input (B, S, D)           the block, which adds a third to the FLOPs
     memory_budget: a compiled block saves at most this fraction of its activations; the compiler chooses which
 
 Activation checkpointing adds no collectives of its own, but recompute repeats TP collectives whose outputs are not

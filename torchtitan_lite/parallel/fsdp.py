@@ -2,7 +2,7 @@
 
     wq.weight (H*E, D)    rank 0               rank 1
     sharded               rows [:H*E/2]        rows [H*E/2:]         Shard(0), fp32
-    unsharded             all rows, compute dtype (bf16)             all-gather before its block, freed after it
+    unsharded             all rows, compute dtype (bf16)             all-gathered before its block, freed after it
     its gradient          for rank 0's tokens  for rank 1's tokens   reduce-scatter: sums, keeps local rows, fp32
 
 Traffic per block, P = bytes of its parameters in compute dtype: each all-gather or reduce-scatter moves P(n-1)/n per
@@ -12,10 +12,10 @@ in backward, torch prefetches one group ahead. Prefetching more than one group w
 than the device. The ZeRO stage determines which tensors stay sharded between the microbatches of a step. With m
 microbatches, each block runs this many collectives per step:
 
-    zero_stage   parameters        gradients         all-gathers   reduce-scatters   under PP
-    3            sharded           sharded           2m            m                 about m and 1: see below
+    zero_stage   parameters        gradients         all-gathers   reduce-scatters   these two under PP
+    3            sharded           sharded           2m            m                 about m, 1 (see below)
     2            unsharded         sharded           1             m                 not supported
-    1            unsharded         unsharded         1             1                 1 and 1
+    1            unsharded         unsharded         1             1                 1, 1
 
 The optimizer state is always sharded. Under PP, torch's pipeline runtime reduces gradients once per step; with ZeRO
 stage 3, parameters are resharded after each forward, but not after each backward. The head stays unsharded from its

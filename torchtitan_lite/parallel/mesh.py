@@ -8,7 +8,7 @@
     tp             heads, ffn, vocabulary         all-gather and reduce-scatter of activations, four per block and pass
 
     experts        (expert_parallel.py)           on a second mesh over the same ranks
-    efsdp          expert parameters              as dp_shard
+    efsdp          expert parameters              like dp_shard
     ep             experts                        all-to-all of tokens, two per block and pass
 
 A pass is a forward or a backward pass. Every rank has one coordinate on each dim. A group consists of the ranks that

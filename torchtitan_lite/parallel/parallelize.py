@@ -5,8 +5,9 @@
               2. tensor parallel       finds modules by FQN and replaces their parameters
               3. loss                  sets its formula and chunks; 2 to 4 can be reordered
               4. expert parallel       keeps this rank's experts; 5 and 6 must see the modules that 1 to 4 replaced
-              5. recompute, compile    per op: recompute inside compile, where the partitioner follows its policy; full:
-                                       outside, because inside it fails under TP ("tensors_saved ... DeviceMesh")
+              5. recompute, compile    per op: recompute is inside compile, where the partitioner follows the policy of
+                                       recompute; full: recompute is outside compile, because inside compile it fails
+                                       under TP ("tensors_saved ... DeviceMesh")
               6. FSDP2                 last: its hooks all-gather parameters outside the compiled graph
     then      allocate, initialize or load, optimizer: parameters are final       (build.py)
               PipelineStage, schedule: they use the finished parts                (build.py)
