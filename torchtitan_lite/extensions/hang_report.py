@@ -162,8 +162,8 @@ def read_recorder(
 ) -> tuple[dict[str, dict], list[tuple[dict, dict]]]:
     """For each process group, return the number of its last call, and its first pending call.
 
-    The name of a group, "mesh_tp [0, 1]", is the same on all of its ranks. `thread` is the main thread, or the
-    checkpoint thread that it waits for. Calls of other checkpoint threads are not included. If a call has failed
+    The name of a process group, such as "mesh_tp [0, 1]", is the same on all of its ranks. `thread` is the main thread,
+    or the checkpoint thread that it waits for. Calls of other checkpoint threads are not included. If a call has failed
     (`has_failed`) and no call is pending any more, the last call is treated as pending.
 
     For each group, also returns the first call in which this step differs from all earlier steps, and the call that the

@@ -1,11 +1,11 @@
 """Raise an error for an optimizer that the trainer cannot call, that fails inside torch, or that has unsaved state.
 This file is loaded for all optimizers except AdamW and SGD.
 
-A checkpoint saves the tensors in state[parameter], and a resume restores the tensors that the first step creates. A
-number in state[parameter], in a parameter group or in an attribute would be reset when a run resumes, so the losses
-would differ. A tensor, a list or a second optimizer in an attribute would be reset too. A state that is a DTensor with
-the placement Partial is not supported. For example, a mean over a sharded dim stays Partial until `redistribute`
-reduces it over the ranks.
+A checkpoint saves the tensors in state[parameter], and a resume restores the tensors that the first step creates. When
+a run resumes, it would reset a number in state[parameter], in a parameter group or in an attribute, and also a tensor,
+a list or a second optimizer in an attribute. The losses would then differ from an unbroken run. A state that is a
+DTensor with the placement Partial is not supported. For example, a mean over a sharded dim stays Partial until
+`redistribute` reduces it over the ranks.
 """
 
 from collections.abc import Iterator

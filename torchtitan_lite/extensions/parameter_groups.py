@@ -8,7 +8,7 @@
     weight_decay = 0
 
 A pattern must match the full FQN. `*` matches any text, including dots; `?` matches any character; `[ab]` matches a or
-b. If several groups match a parameter, the parameter belongs to the first of these groups.
+b. If several parameter groups match a parameter, it belongs to the first of them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ OTHERS = ParameterGroup("")  # the group of all parameters that no pattern match
 
 
 def find_group(groups: Sequence[ParameterGroup], fqn: str) -> ParameterGroup:
-    """Return the first group that matches, or OTHERS."""
+    """Return the first parameter group whose pattern matches, or OTHERS."""
     for group in groups:
         if fnmatchcase(fqn, group.match):
             return group
@@ -39,7 +39,7 @@ def find_group(groups: Sequence[ParameterGroup], fqn: str) -> ParameterGroup:
 def list_members(
     groups: Sequence[ParameterGroup], fqns: Iterable[str]
 ) -> dict[ParameterGroup, list[str]]:
-    """Return group -> FQNs of its parameters, for every group and for OTHERS."""
+    """Return parameter group -> FQNs of its parameters, for every group and for OTHERS."""
     members: dict[ParameterGroup, list[str]] = {group: [] for group in (*groups, OTHERS)}
     for fqn in fqns:
         members[find_group(groups, fqn)].append(fqn)
@@ -47,7 +47,7 @@ def list_members(
 
 
 def list_used(groups: Sequence[ParameterGroup], model_args: ModelArgs) -> list[ParameterGroup]:
-    """Return the groups that match a parameter of this model."""
+    """Return the parameter groups that match a parameter of this model."""
     members = list_members(groups, list_parameters(model_args))
     return [group for group in groups if members[group]]
 
@@ -57,7 +57,7 @@ def list_matched(group: ParameterGroup, model_args: ModelArgs) -> list[str]:
 
 
 def check_groups(config: Config, model_args: ModelArgs, layout: Layout) -> Refused:
-    """Find groups without parameters, which would have no effect."""
+    """Find parameter groups without parameters, which would have no effect."""
     fqns = list(list_parameters(model_args))
     groups = config.optimizer.groups
     for group in groups:
@@ -80,7 +80,7 @@ def check_groups(config: Config, model_args: ModelArgs, layout: Layout) -> Refus
 
 
 def describe_groups(config: Config, model_args: ModelArgs) -> list[str]:
-    """Return a line for each group: its rate, its weight decay, and its parameters."""
+    """Return a line for each parameter group: learning rate, weight decay, and parameters."""
     section = config.optimizer
     lines = []
     for group, fqns in list_members(section.groups, list_parameters(model_args)).items():

@@ -17,7 +17,7 @@ the same number of query-key pairs. The parts are merged with their log-sum-exp 
 
 For `allgather`, P = 2*B*K*S*E*2 bytes in bf16, the keys and values of all ranks. For `ring`, P is the keys and values
 of one rank, so in forward both methods move the same number of bytes. With both methods, a rank attends to its own keys
-while keys of other ranks arrive. Then the rank attends to the keys of the other ranks, one rank after another. For
+while keys of other ranks arrive. After that, it attends to the keys of the other ranks, one rank after another. For
 backward, a rank saves only local tensors: query, key, value, out and lse. While a layer computes, `allgather` stores
 the keys, values and gradients of all ranks; `ring` stores the keys, values and gradients of only two ranks.
 

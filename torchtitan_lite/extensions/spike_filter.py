@@ -4,12 +4,13 @@
     median                    1.0 | 1.0     | 1.0
     step                  applied | skipped | applied
 
-The window includes the norm of the current step, and the norms of skipped steps. No step is skipped until half of the
-window is filled. If norms stay high, skipping does not help, because a skipped step does not change the weights. After
-half a window of high norms, the median has risen too, and steps are applied again.
+The window includes the gradient norm of the current step, and the gradient norms of skipped steps. No step is skipped
+until half of the window is filled. If gradient norms stay high, skipping does not help, because a skipped step does not
+change the weights. After half a window of high norms, the median is high too, and steps are applied again.
 
-All ranks have the same norm and history, so they make the same decision without communication. The history stays on the
-device. Checkpoints store the history and the number of skipped steps as spike_filter.history and spike_filter.skipped.
+All ranks have the same gradient norm and history, so they make the same decision without communication. The history
+stays on the device. Checkpoints store the history and the number of skipped steps as spike_filter.history and
+spike_filter.skipped.
 """
 
 import logging
@@ -20,7 +21,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN_NORM = 1e18  # larger than every norm, but finite, because `verify` subtracts the values of two checkpoints
+UNKNOWN_NORM = 1e18  # above any gradient norm, but finite, because `verify` subtracts the values of two checkpoints
 
 
 class SpikeFilter:
@@ -30,7 +31,7 @@ class SpikeFilter:
         self.factor = factor
         self.history = torch.full((window,), UNKNOWN_NORM, device=device)
         self.skipped = torch.zeros((), device=device)
-        # the median at the last logged step, if that step was skipped
+        # the median at the last logged step if this step was skipped, otherwise infinity
         self.skipped_above = math.inf
 
     @property
@@ -40,7 +41,7 @@ class SpikeFilter:
 
     @torch.no_grad()
     def judge(self, grad_norm: Tensor) -> Tensor:
-        """Add the norm of this step, () fp32, to the history. Return whether this norm is a spike, () bool."""
+        """Add the gradient norm of this step, () fp32, to the history. Return whether it is a spike, () bool."""
         newer = torch.cat([self.history[1:], grad_norm[None]])
         self.history.copy_(torch.where(grad_norm.isfinite(), newer, self.history))
         is_spike = grad_norm > self.factor * self.history.median()
@@ -58,9 +59,9 @@ class SpikeFilter:
             fields["skipped_above"] = median
         elif grad_norm > self.factor * self.skipped_above:
             window = f"the last {len(self.history)} steps (training.spike_window)"
-            why = f"the median norm of {window} rose from {self.skipped_above:.4g} to {median:.4g}"
+            why = f"the median gradient norm of {window} rose from {self.skipped_above:.4g} to {median:.4g}"
             logger.warning(
-                f"step {step}: steps with such norms are no longer skipped, because {why}"
+                f"step {step}: steps with norms as high as this one are no longer skipped, because {why}"
             )
         self.skipped_above = math.inf if is_applied else median
         return fields

@@ -35,8 +35,8 @@ Nothing else is rounded. `verify` checks that every element of a packed block ha
 check, `verify` sends the numbers without rounding through the same collectives, so all other comparisons keep their
 usual bounds. In a block with NaN or infinity, all elements become NaN, and the step is skipped as usual.
 
-An FSDP group is split by node only if it has several ranks in each of several nodes. If a group is not split, hpZ has
-no effect, and qgZ has a single all-to-all. Replicas (HSDP) all-reduce without rounding. Packing, collective and
+An FSDP group is split by node only if it has several ranks in each of several nodes. If an FSDP group is not split, hpZ
+has no effect, and qgZ has a single all-to-all. Replicas (HSDP) all-reduce without rounding. Packing, collective and
 unpacking run on FSDP's streams, in place of FSDP's own collective, and the host does not wait.
 
 Source: ZeRO++ arXiv:2306.10209. If reshard_after_forward is an integer, FSDP2 also keeps secondary shards, but does not

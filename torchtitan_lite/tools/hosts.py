@@ -261,8 +261,8 @@ def connect() -> tuple[str, str] | None:
 def end_if_cut_off(timeout_s: float) -> None:
     """End this launcher and its ranks if NODE_RANK=0 cannot be reached for `timeout_s`. Runs in a thread.
 
-    Without this function, torchrun would wait forever, because its time-out needs an answer from the host with the
-    store (torch 2.13).
+    Without this function, torchrun would wait forever, because its timeout needs an answer from the host with the store
+    (torch 2.13).
     """
     reached_at_s = time.monotonic()
     while time.monotonic() - reached_at_s < timeout_s:

@@ -53,8 +53,8 @@ class CachedAttention(InnerAttention):
         """query (1, H, Q, E), key and value (1, K, Q, E) of the tokens being read -> (1, H, Q, E)."""
         key_value = stack_heads(key, value)
         if self.cache is not None:
-            # This copies the cache. The copy costs little, because attention reads the whole cache anyway. With this
-            # copy, no memory has to be reserved in advance.
+            # This copies the cache. The copy costs little, because attention reads the whole cache anyway. Because of
+            # this copy, no memory has to be reserved in advance.
             key_value = torch.cat((self.cache, key_value), dim=3)
         n_queries = query.shape[2]
         n_keys = key_value.shape[3]

@@ -160,7 +160,7 @@ def check_run(args: list[str]) -> RunSpec:
     if is_first_host():
         tell(spec.finished or describe_spec(spec, n_hosts))
     if not spec.finished and prepare_corpora(spec):
-        spec = check(args, machine, n_ranks, n_hosts)  # this check also reads the new corpora
+        spec = check(args, machine, n_ranks, n_hosts)  # check again, because the corpora now exist
     return spec
 
 

@@ -78,14 +78,14 @@ def degree(text: str) -> tuple[str, int]:
 
 
 def text(written: str) -> str:
-    """The type of an argument: a text that a tokenizer can encode."""
+    """The type of an argument: a string that a tokenizer can encode."""
     if not is_unicode(written):
         raise ArgumentTypeError("it is not UTF-8: convert it")
     return written
 
 
 def file(text: str) -> str:
-    """The type of an argument: a text in which ~ and $VAR are expanded."""
+    """The type of an argument: a string in which ~ and $VAR are expanded."""
     try:
         return expand_path(text)
     except UserError as error:
@@ -98,5 +98,5 @@ def path(text: str) -> Path:
 
 
 def words(text: str) -> list[str]:
-    """The type of an argument: a list that is split at commas."""
+    """The type of an argument: a string that is split at commas."""
     return text.split(",")

@@ -246,7 +246,7 @@ class ChatFormat:
 
 
 def list_varied(value: Any) -> list[Any]:
-    """Return variants of a field's value, such as an empty list, or a text whose end is changed.
+    """Return variants of a field's value, such as an empty list, or a string whose end is changed.
 
     Each variant of a list lacks one element. For an element that is a tool call, there are additional variants: the
     call has a different name, or one argument is different.
@@ -273,8 +273,8 @@ def list_other_calls(call: Any) -> list[Any]:
 
 
 def list_leaf_varied(value: Any) -> list[Any]:
-    """Return copies of a JSON value, each with one leaf changed. A boolean is inverted; text, numbers and null become
-    SIGN."""
+    """Return copies of a JSON value, each with one leaf changed. A boolean is inverted; strings, numbers and null
+    become SIGN."""
     if not isinstance(value, dict | list):
         return [not value if isinstance(value, bool) else SIGN]
     copies = []

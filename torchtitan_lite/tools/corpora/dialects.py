@@ -8,11 +8,11 @@
 
 In the last two dialects, a column `history` is a list of earlier [question, answer] pairs, whose answers have targets.
 In all dialects, a column `system` is the system message. Columns that are not named above, such as `tools` and
-`documents`, are variables of the chat template. A list of messages, tools, tool calls or history can be JSON text; an
-empty text means an empty list.
+`documents`, are variables of the chat template. A list of messages, tools, tool calls or history can also be a JSON
+string; an empty string means an empty list.
 
-First, columns and message keys with the value null are removed. If the content of a message is a list of texts, the
-texts are joined. Images are not supported.
+First, columns and message keys with the value null are removed. If the content of a message is a list of strings, they
+are joined. Images are not supported.
 """
 
 import json
@@ -87,14 +87,14 @@ def drop_all_nulls(row: Any) -> Any:
 
 
 def spell_value(value: Any) -> str:
-    """Return a value that JSON does not have, such as a date, as text. Raises ValueError for bytes."""
+    """Return a value that JSON does not have, such as a date, as a string. Raises ValueError for bytes."""
     if isinstance(value, bytes):
         raise ValueError(f"it has bytes, not text: {value!r:.60}. Cast this column to strings")
     return str(value)
 
 
 def parse_json(value: Any) -> Any:
-    """Return the value of a JSON text, or None for an empty text. A value that is not a JSON text is returned
+    """Return the value of a JSON string, or None for an empty string. A value that is not a JSON string is returned
     unchanged."""
     if isinstance(value, str):
         with suppress(json.JSONDecodeError):
@@ -103,7 +103,8 @@ def parse_json(value: Any) -> Any:
 
 
 def take_column(columns: dict, name: str, kind: type = list) -> Any:
-    """Remove a column, and return its value or None. JSON text is parsed unless `kind` is str. Raises ValueError."""
+    """Remove a column, and return its value or None. A JSON string is parsed unless `kind` is str. Raises
+    ValueError."""
     value = columns.pop(name, None)
     if kind is not str:
         value = parse_json(value)

@@ -77,7 +77,7 @@ class Row:
 def decode(content: bytes, encoding: str) -> str:
     """Decode a text strictly. A byte order mark overrides `encoding`.
 
-    Raises ValueError with the place of a bad byte, and LookupError for an unknown encoding.
+    Raises ValueError with the position of an invalid byte, and LookupError for an unknown encoding.
     """
     if content.startswith(codecs.BOM_UTF8):
         encoding = "utf-8-sig"

@@ -2,7 +2,7 @@
 
     FOLDER/hang/restart-N/rank-00003.json      a report of rank 3 (faults/hang_watch.py)
     FOLDER/hang/restart-N/failed-00003.json    the same, from a rank that failed because another rank ended
-    FOLDER/comm_traces/rank_3                  NCCL's flight recorder, on a time-out: read it with `torchfrtrace`
+    FOLDER/comm_traces/rank_3                  NCCL's flight recorder, on a timeout: read it with `torchfrtrace`
 
 The state of a rank follows from its report, or from the lack of a report:
 

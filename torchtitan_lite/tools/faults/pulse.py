@@ -5,8 +5,8 @@
 
 Every rank and group is measured in several rounds. Only the fastest round is used, because other processes on the host
 can slow a round down. For each test, rank 0 prints the median and the slowest time, next to the time that `plan`
-expects of this device. A rank or group is reported as slow if its time is far above the median. A rank is reported as
-wrong if its checksum differs from the majority's; if there is no majority, all ranks are reported.
+expects of this device. A rank or a process group is reported as slow if its time is far above the median. A rank is
+reported as wrong if its checksum differs from the majority's; if there is no majority, all ranks are reported.
 """
 
 import os

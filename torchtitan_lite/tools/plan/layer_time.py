@@ -35,8 +35,8 @@ LAUNCHES_OF_HOOKS = 100
 KERNELS_OF_EXPERTS = 60
 # compiled -> number of tensors read and written by a norm with a residual addition, by SwiGLU, by GPT's activation
 TENSORS = {False: (5, 5, 3), True: (4, 3, 2)}
-# For an eager norm of a DTensor, this number replaces the first number of TENSORS. The norm runs operator by operator
-# in fp32, because torch has no sharding rule for the fused kernel.
+# For an eager norm of a DTensor, this number replaces the first number of TENSORS. Such a norm runs operator by
+# operator in fp32, because torch has no sharding rule for the fused kernel.
 NORM_OP_BY_OP = 21
 # Bytes per element that the packing kernels of ZeRO++ read and write: qwZ per all-gather, qgZ per reduction
 QWZ_BYTES = 4
@@ -150,7 +150,7 @@ class LayerTime:
 
     @property
     def has_slow_norms(self) -> bool:
-        """Whether norms run operator by operator (NORM_OP_BY_OP)."""
+        """Whether norm layers run operator by operator (NORM_OP_BY_OP)."""
         return self.workload.layout.tp > 1 and not self.workload.compiled
 
     @property
@@ -293,8 +293,9 @@ class LayerTime:
         wait = copied + self.expose("fsdp", gather, forward)
         late = 1.0  # fraction of the microbatches that all-gather in backward
         if layout.pp > 1:
-            # torch does not reshard after a backward. Therefore forwards all-gather only before the first backward;
-            # later, only backwards all-gather. 1F1B starts with (pp + 1) / 2 forwards, averaged over the pp ranks.
+            # In a pipeline, torch does not reshard after a backward. Therefore forwards all-gather only before the
+            # first backward; after it, only backwards do. 1F1B starts with (pp + 1) / 2 forwards, averaged over the pp
+            # ranks.
             early = min(1.0, (layout.pp + 1) / 2 / layout.n_microbatches)
             wait *= early
             late -= early

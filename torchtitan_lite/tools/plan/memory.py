@@ -113,8 +113,8 @@ class RankMemory:
             full         8.0  input of the block
 
         Each mode also saves the log-sum-exp of attention, 4 bytes per head, unless attention is recomputed. QK norms
-        save their input and 4 bytes per head. In MoE layers, "op" recomputes pieces of the block. The norm before the
-        experts is not part of any recomputed piece, so the input and output of this norm are saved.
+        save their input and 4 bytes per head. In MoE layers, "op" recomputes pieces of the block. The norm layer before
+        the experts is not part of any recomputed piece, so its input and output are saved.
         """
         w = self.workload
         args = w.args

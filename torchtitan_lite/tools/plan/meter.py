@@ -89,8 +89,8 @@ class Collective:
 
 
 def find_process_group(args: tuple) -> dist.ProcessGroup:
-    """Find the process group in a collective's arguments. A collective gets the group as an object, or gets the group's
-    name as its last string argument."""
+    """Find the process group in a collective's arguments. A collective gets the process group as an object, or the name
+    of the group as its last string argument."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument)

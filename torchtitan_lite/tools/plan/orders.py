@@ -210,7 +210,7 @@ InFlight = dict[frozenset[int], Counter[int]]
 STAGES_GATHERED = 3  # torch unshards the next three stages of a pp rank, and reshards the others
 # Kind of an action -> tenths of a microbatch that the action adds to the microbatches in flight. Between the two halves
 # of a split backward, a microbatch counts 1.6 times, because it also holds the gradients of the outputs of norms and
-# linear layers. In a block of Llama 8B, a microbatch then holds 264 KiB per token instead of 164.
+# linear layers. Between the halves, a block of Llama 8B holds 264 KiB per token of a microbatch, and 164 KiB before.
 TENTHS = {"F": 10, "B": -10, "I": 6, "W": -16}
 
 

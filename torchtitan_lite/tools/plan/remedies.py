@@ -134,7 +134,7 @@ def warn_of_bubble(planned: PlannedRun, bubble: float) -> list[str]:
 
 
 def warn_of_groups(layout: Layout, cluster: Cluster) -> list[str]:
-    """Warn of groups that communicate in every layer and span nodes."""
+    """Warn of mesh dims that communicate in every layer and across nodes."""
     warnings = []
     for dim, key in (("tp", "tensor_parallel_degree"), ("ep", "expert_parallel_degree")):
         degree = getattr(layout, dim)

@@ -145,7 +145,7 @@ def list_reductions_over_tp(w: Workload, modules: Iterable[ModuleRow], n_layers:
             sizes = sizes[1:]
         elif module.tp_style in ("colwise", "vocabulary", "experts"):
             continue
-        # A tp rank has the gradient of a norm only for its shard of the sequence, or only for its heads.
+        # A tp rank has the gradient of a norm's weight only for its shard of the sequence, or only for its heads.
         for size in sizes:
             n_bytes = size * w.reduced_bytes
             calls.append((axis, "all-reduce", n_layers * w.n_reductions, n_bytes))

@@ -64,8 +64,8 @@ def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
             "the FLOPs and the time of all calls, but the memory of a single call"
         )
     for kind in planned.workload.kinds:
-        # The formulas cover these modules: matmuls split by tp, experts, norms of hidden states, and Qwen3's norms of
-        # heads.
+        # The formulas cover these modules: matmuls split by tp, experts, norm layers for hidden states, and Qwen3's QK
+        # norms.
         timed = {"attention.q_norm", "attention.k_norm"}
         timed.update(row.name for row in kind.colwise + kind.rowwise + kind.norms)
         others = {row.name for row in kind.block if row.kind not in ("router", "experts")}

@@ -256,7 +256,7 @@ class Workload:
     def alike(self) -> list[list[int]]:
         """Groups of pp ranks with equal stages.
 
-        The first rank of a group has the most microbatches in flight, except in V schedules.
+        The first pp rank of a group has the most microbatches in flight, except in V schedules.
         """
         groups = defaultdict(list)
         for rank, stages in enumerate(self.stages_by_rank):

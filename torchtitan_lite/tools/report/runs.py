@@ -26,7 +26,7 @@ from torchtitan_lite.tools.report.traces import Trace, measure_pipeline, read_tr
 from torchtitan_lite.tools.tables import plural
 
 SPIKE_RATIO = 3  # a gradient norm above this multiple of the median is a spike
-WARM_UP = 3  # the first records are not checked for spikes, because their norms may be large
+WARM_UP = 3  # the first records are not checked for spikes, because gradient norms may be large
 AXES = ("steps", "tokens", "hours")  # horizontal axes of the curves
 MEASURED = ("loss", "tokens", "step_time_s", "peak_memory_gib")  # fields that the page needs
 NEEDED = set("job.description model.name training.dataset training.steps checkpoint.enable".split())

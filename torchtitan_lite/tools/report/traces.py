@@ -6,7 +6,7 @@
                  at a time
     waiting      the rest of the step: the host runs Python, or another rank is late
 
-NCCL records the group of each call. gloo does not record the group, so with gloo the axis is derived from the caller.
+NCCL records the process group of each call. gloo does not, so with gloo the axis is derived from the caller.
 """
 
 import json

@@ -14,7 +14,7 @@ key acts in a trial if a rank observes its effect (witnesses.py).
     not covered   no trial ran the given value, or the key did not act, or the key is set and has no witness
     replaced      some trials ran a value that differs from the given value, but a different trial covers the key
 
-A trial returns its configs and the keys that acted. Every key is compared, so this file needs no list of keys.
+A trial returns its configs and the keys that had an effect. Every key is compared, so this file needs no list of keys.
 """
 
 import json
@@ -114,7 +114,7 @@ OUTSIDE = (
     "float8 arithmetic); kernels of CUDA and NCCL; real sizes; speed and memory"
 )
 
-# Sections and keys that do not affect results: logs, traces, files, time-outs, and when a run saves or validates.
+# Sections and keys that do not affect results: logs, traces, files, timeouts, and when a run saves or validates.
 NO_RESULT = set(
     """
     comm
@@ -156,8 +156,8 @@ def make_report(config_name: str, reduction: Reduction, trials: Sequence[Trial])
                     replaced.setdefault(key, (asked[key], value))
                 elif key in acted:
                     seen[key] = acted[key]
-                # A key without a witness is off (None) if it has its default value. Otherwise, such a key counts as a
-                # key that did not act.
+                # A key without a witness counts as off (None) if it has its default value. Otherwise, such a key counts
+                # as a key without an effect.
                 else:
                     is_default = get_value(real, key) == get_value(Config(), key)
                     seen[key] = None if is_default else False

@@ -60,7 +60,7 @@ STEPS = [  # for each step: ratio of max_norm to the gradient norm, and the valu
 # Experts are tied if the scores of the last chosen and the first unchosen expert differ by less than this number: about
 # fifty roundings.
 TIE = 5e-6
-DECIDES = 10.0  # a bias that is larger than every score, so the biases decide
+DECIDES = 10.0  # larger than every score, so the biases choose the experts
 # Without this factor, the values of the embedding would be so large that the outputs of layers and the eps of norms
 # would have almost no effect. Multiplying by a power of two causes no rounding.
 EMBEDDING_SCALE = 1 / 16
@@ -251,7 +251,7 @@ class PlainModel:
                 if type(module) is not known:
                     raise UserError(
                         f"layers.{layer} has {type(module).__name__}, but verify only supports {known.__name__}. "
-                        f"In {__file__}, add its formula to PlainExperts, and the class to this condition."
+                        f"In {__file__}, add the formula to PlainExperts, and the class to the check above this error."
                     )
             self.experts[layer] = PlainExperts(moe, layer, biases_decide=biases_decide)
         self.parameters = dict(self.model.named_parameters())

@@ -94,7 +94,7 @@ def compare_steps(rank: int, world_size: int, config: Config, path: str) -> Seen
 
 def compare_step(run: build.Run, plain: PlainStep, seen: Seen) -> None:
     """Run one step and compare each result with the plain loop. Collective."""
-    # set the schedule as when a run resumes at this position
+    # set the learning-rate schedule as a run does that resumes at this position
     if run.lr_scheduler.last_epoch != plain.position:
         set_step(run.lr_scheduler, plain.position)
     give_weights(run, plain.weights)
@@ -109,7 +109,7 @@ def compare_step(run: build.Run, plain: PlainStep, seen: Seen) -> None:
     seen.compare("counted tokens", "count_global_tokens", n_tokens.item(), n_right.item())
     config = with_value(run.config, "training.max_norm", plain.max_norm)
     if math.isfinite(plain.spoiled_by) and plain.spoiled_by:
-        # A spike is a norm that is large relative to earlier norms, so first fill the window with normal norms.
+        # A spike is large relative to earlier gradient norms, so first fill the window with normal gradient norms.
         for _ in range(config.training.spike_window):
             norm = torch.tensor(plain.norm)
             run.spikes.judge(norm)
@@ -263,7 +263,7 @@ def outputs_compared(run: build.Run, plain: PlainStep, seen: Seen) -> Iterator[N
 def cut_piece(whole: Tensor, own: Tensor, sequence_dim: int, run: build.Run) -> Tensor:
     """Return the expected value of the output `own` of one rank.
 
-    cp splits the sequence. If a dim of the result is then longer than in `own`, tp splits this dim. If several ranks
+    cp splits the sequence. If a dim of this slice is still longer than in `own`, tp splits this dim. If several ranks
     share a key/value head, the dim is split into fewer pieces than tp has ranks.
     """
     layout = run.layout

@@ -94,7 +94,7 @@ def try_train(reduction: Reduction, run_ranks: RunRanks, folder: Path) -> Trial:
         for seen.step in steps:
             own = log[seen.step + 1]
             for key, expected in right[seen.step + 1].items():
-                measure = key.partition("/")[0]  # lr, or lr/PATTERN of a group
+                measure = key.partition("/")[0]  # lr, or lr/PATTERN of a parameter group
                 if measure in BOUNDS:
                     seen.compare(measure, name, own.get(key, math.inf), expected)
             compare_checkpoints(alone, config, seen)
@@ -137,7 +137,8 @@ def compare_checkpoints(alone: Config, config: Config, seen: Seen) -> None:
 def run_train(
     config: Config, n_ranks: int, run_ranks: RunRanks, seed: int | None = None
 ) -> tuple[Log, Acted]:
-    """Run train.py on ranks of the pool. Return the log of train.py, and the keys that acted. Raises RankFailure."""
+    """Run train.py on ranks of the pool. Return the log of train.py, and which keys had an effect. Raises
+    RankFailure."""
     # Like torchrun, the parent hosts the rendezvous store, at a port that the system chooses.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = run_ranks(start_train, n_ranks, config, store.port, seed)
@@ -244,7 +245,7 @@ def make_config(reduction: Reduction, folder: Path) -> Config:
     ):
         # Unless eps is as large as gradients, AdamW's first updates depend only on the signs of gradients.
         optimizer = replace(optimizer, lr=0.015, eps=1e-3)
-    # train.py raises an error for a group that matches no parameter of the small model.
+    # train.py raises an error for a parameter group that matches no parameter of the small model.
     optimizer = replace(optimizer, groups=list_used(optimizer.groups, resolve_model(small.model)))
     # The learning rate differs in every step, to detect an extra or a missing step.
     decay_type = real.lr_scheduler.decay_type

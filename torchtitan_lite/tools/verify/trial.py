@@ -111,7 +111,7 @@ class Trial:
     # measure -> first error above its bound, in the order of steps and measures
     faults: dict[str, Culprit] = field(default_factory=dict)
     seconds: float = 0.0
-    # for each layout that ran: its config, and the keys that acted
+    # for each layout that ran: its config, and which keys had an effect
     ran: tuple[tuple[Config, Acted], ...] = ()
     # parameters whose gradients consist of rounding errors in every step, so a wrong gradient would not be detected
     unjudged: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ def repeat_steps(
 
 
 def describe_run(trial: Trial, config: Config, steps: list[PlainStep], ranks: list[Seen]) -> Trial:
-    """Complete a trial with the config that ran, the keys that acted, and the keys with shared code."""
+    """Complete a trial with the config that ran, the keys that had an effect, and the keys with shared code."""
     ran = with_value(config, "training.max_norm", round(steps[0].max_norm, 3))
     acted = merge(rank.acted for rank in ranks)
     return replace(trial, ran=((ran, acted),), shared=tuple(steps[0].shared))
@@ -249,7 +249,7 @@ PRECISIONS = {"bfloat16": (2, 4e-3, 2**-11), "float8": (3, 1e-2, 2**-6)}
 # different order than on one rank. One rank adds the two gradients of a tied matrix in the compute dtype, but pipeline
 # stages add them in float32.
 ROUNDED_OFTEN = 2e-2
-# these measures are computed from gradients of the plain loop
+# not compared in these trials, because they are computed from gradients of the plain loop
 NOT_JUDGED = ("gradient norm", "state", "updates")
 
 

@@ -34,7 +34,7 @@ from torchtitan_lite.tools.verify.observed import Observed, count, count_events
 
 MOE_SIZES = [size.name for size in fields(MoEArgs)]
 MASKS = ("sliding_window", "layer_types", "attention_sinks")  # fields of ModelArgs
-Acted = dict[str, bool | None]  # key -> whether it acted, or None if it is off
+Acted = dict[str, bool | None]  # key -> whether the key had an effect, or None if it is off
 Witness = Callable[[Observed], bool | None]
 
 
@@ -122,8 +122,8 @@ def runs_implementation(step: Observed) -> bool | None:
 
 
 def updates_groups(step: Observed) -> bool:
-    """Return whether every group matches a parameter of the small model, and this rank uses the factors of at least one
-    group."""
+    """Return whether every parameter group matches a parameter of the small model, and this rank uses the factors of at
+    least one group."""
     section = step.config.optimizer
     asked = {
         (section.lr * group.lr, section.weight_decay * group.weight_decay)
@@ -161,8 +161,8 @@ def gathers_as_zero_stage(step: Observed) -> bool | None:
 
 
 def splits_nodes(step: Observed) -> bool | None:
-    """Return whether FSDP groups are split by node. In a group that is not split, hpZ has no effect, and qgZ has one
-    exchange."""
+    """Return whether FSDP groups are split by node. In an FSDP group that is not split, hpZ has no effect, and qgZ has
+    one exchange."""
     layout = step.run.layout
     uses_nodes = {"hpz", "qgz"} & set(step.config.parallelism.zero_plus_plus)
     return layout.fsdp_far > 1 or layout.efsdp_far > 1 if uses_nodes else None
@@ -317,8 +317,8 @@ WITNESSES: dict[str, Witness] = {
 
 
 def ask(key: str, step: Observed) -> bool | None:
-    """Return whether a key acted in a step, or None if it is off. A key is off if its value is 0, empty or false, or if
-    it is a float8 key in a run without float8."""
+    """Return whether a key had an effect in a step, or None if the key is off. A key is off if its value is 0, empty or
+    false, or if it is a float8 key in a run without float8."""
     witness = WITNESSES[key]
     if witness is in_use:
         return True
@@ -330,7 +330,7 @@ def ask(key: str, step: Observed) -> bool | None:
 
 @contextmanager
 def actions_noted(acted: Acted) -> Iterator[None]:
-    """Context manager: note in `acted` which keys act in the steps of this rank.
+    """Context manager: record in `acted` which keys have an effect in the steps of this rank.
 
     The second step is profiled: unlike the first step, it uses values that an earlier step computed. A profiled step
     takes as long as three steps that are not profiled. The deep trial, which has a single step, is not profiled.
@@ -362,8 +362,8 @@ def actions_noted(acted: Acted) -> Iterator[None]:
 
 
 def merge(observations: Iterable[Acted]) -> Acted:
-    """Merge the observations of steps and ranks. A key acted if it acted in any observation. A key is off if it was off
-    in all observations."""
+    """Merge the observations of steps and ranks. A key acted if it had an effect in any observation. A key is off if it
+    was off in all observations."""
     merged: Acted = {}
     for acted in observations:
         for key, is_acting in acted.items():
