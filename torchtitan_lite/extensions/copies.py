@@ -2,9 +2,9 @@
 ranks.
 
     tensor in a checkpoint                          where it has copies
-    DTensors: weights, moments                      on the ranks of dp_replicate; norms also on the ranks of tp
+    DTensors: weights, moments                      on the ranks of dp_replicate; norm weights, moments also on tp
     other tensors: expert biases, step counters     on every rank of a pipeline stage
-    tied embedding in a pipeline                    on the first and last pipeline stage; sent again before comparing
+    tied embedding in a pipeline                    on the first and last stage; sent again before the comparison
 
     each rank    computes a checksum per shard: the sum of its bytes
     rank 0       gathers all checksums, about 100 bytes per shard, and compares shards with the same name and offsets

@@ -3,8 +3,8 @@
                                     rank 0      rank 1      rank 2      rank 3
                                     ------- node 0 -------  ------- node 1 -------
     sharded, as in fsdp.py          row 0       row 1       row 2       row 3       fp32
-    unsharded, in its block         all rows    all rows    all rows    all rows    rounded by qwZ, freed just after
-    hpZ: from forward to backward   rows 0, 1   rows 2, 3   rows 0, 1   rows 2, 3   as all-gathered: a node has all
+    unsharded, in its block         all rows    all rows    all rows    all rows    rounded by qwZ, freed after a block
+    hpZ: from forward to backward   rows 0, 1   rows 2, 3   rows 0, 1   rows 2, 3   as all-gathered; a node has all rows
     qgZ: gradient in the node       rows 0, 2   rows 1, 3   rows 0, 2   rows 1, 3   sums over the ranks of the node
          gradient between nodes     row 0       row 1       row 2       row 3       sums over all ranks, fp32
 

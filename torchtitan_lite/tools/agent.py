@@ -2,7 +2,7 @@
 
     Agent       torchrun's agent: joins the rendezvous of all hosts, forks the ranks, restarts all ranks if one fails
     start N     FOLDER/*/attempt_N/LOCAL_RANK/    error.json  status, reason and traceback with which the rank ended
-                                                  stderr.log  if LOG_RANK hides it
+                                                  stderr.log  stderr of the rank, if LOG_RANK hides it
 
 This module adds features that torchrun lacks. It finds the first failure across all hosts, names the failed rank, and
 shows only the traceback of this rank. The agent forwards only the first of several copies of a signal, and exits with

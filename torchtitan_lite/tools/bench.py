@@ -1,6 +1,6 @@
 """Time one optimizer step of several implementations, with the same model and batch.
 
-    trainer        calls train_step and reads its flags after every step, as train.py does
+    trainer        calls train_step and reads the flags in its result after every step, as train.py does
     bare_loop      a hand-written loop with the same model class; with --layout, data-parallel over the same ranks
     transformers   the same loop with Hugging Face's Llama of the same size; only without --layout
 

@@ -4,9 +4,9 @@ run fails.
     NODE_RANK=0    listens at MASTER_ADDR:MASTER_PORT with one of torch's stores, which torchrun's rendezvous uses too
     others         connect to NODE_RANK=0, and compare hashes of settings; the settings are read only if a hash differs
     NODE_RANK=0    tells every host which hosts have settings that differ from its own, and the first such setting
-    all            let gloo use the network interface of this connection
+    all            let gloo use the network interface of the connection to NODE_RANK=0
     a host that cannot start, or that receives a signal before the rendezvous ends, also connects, and tells the others
-    at the end     the first host that fails writes the reason; the others repeat it
+    at the end     the first host that fails writes the reason; the other hosts print it too
 
 With NNODES=2:4, the ranks start after two hosts have joined, and another host may join later. Therefore only the host
 whose settings differ from those of NODE_RANK=0 exits. With a fixed number of hosts, all hosts exit with the reason and

@@ -1,7 +1,7 @@
 """Name the rank that the other ranks wait for, during or after a run, from the files that hanging ranks wrote.
 
     FOLDER/hang/restart-N/rank-00003.json      a report of rank 3 (faults/hang_watch.py)
-    FOLDER/hang/restart-N/failed-00003.json    the same, from a rank that failed because another rank ended
+    FOLDER/hang/restart-N/failed-00003.json    a report of rank 3, which failed because another rank ended
     FOLDER/comm_traces/rank_3                  NCCL's flight recorder, on a timeout: read it with `torchfrtrace`
 
 The state of a rank follows from its report, or from the lack of a report:
@@ -18,7 +18,7 @@ microbatch for a neighboring stage, but has not sent it.
 
 If every rank waits, the report names the first match in this list; without a match, the cause is unknown:
 
-    1. ranks whose call differs from the calls of their group
+    1. ranks whose call differs from the calls of the other ranks in their process group
     2. ranks that wait between steps while most ranks wait in a step, or the reverse
     3. a rank that has not made the call in which another rank has waited longest
 """

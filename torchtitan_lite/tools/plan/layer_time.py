@@ -2,7 +2,7 @@
 
     matmuls       estimated for each module of the block; tp shards them, ep shards the experts
     attention     FLOPs of the causal half (backward: 2.5 times), at the efficiency of the attention kernel
-    elementwise   norms, rotary, SwiGLU, residual, casts, loss; less if compiled
+    elementwise   norms, rotary, SwiGLU, residual, casts, loss; fewer bytes if compiled
     tp, ep        not overlapped with compute, except that async TP overlaps most of tp
     cp            overlaps with attention on the local shard
     FSDP          overlaps with the block (ZeRO 3), or with forward and backward (ZeRO 1, 2)

@@ -2,7 +2,7 @@
 
     planned_run.py  ->  Workload  ->  memory.py       bytes that are live on a rank
                                   ->  transfers.py    bytes that a rank moves
-                                  ->  step_time.py    seconds
+                                  ->  step_time.py    seconds of a step
 
 Legend: B sequences of a microbatch, S sequence, D model dim, H query heads, K key/value heads, E head dim, F ffn dim,
 V vocabulary, T = B*S/cp tokens of a microbatch on one rank, R = T/tp * top_k rows that this rank sends to experts.

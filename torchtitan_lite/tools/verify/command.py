@@ -10,8 +10,8 @@
 The certificate contains the verdict, and lists the keys of the given config that are not covered or were replaced. A
 key acts in a trial if a rank observes its effect (witnesses.py).
 
-    covered       a trial ran the given value, and the key acted; or the key is off
-    not covered   no trial ran the given value, or the key did not act, or the key is set and has no witness
+    covered       a trial ran the given value, and the key had an effect; or the key is off
+    not covered   no trial ran the given value, or the key had no effect, or the key is set and has no witness
     replaced      some trials ran a value that differs from the given value, but a different trial covers the key
 
 A trial returns its configs and the keys that had an effect. Every key is compared, so this file needs no list of keys.

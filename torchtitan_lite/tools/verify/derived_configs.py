@@ -1,7 +1,7 @@
 """Derive the configs of the other trials from the reduced config of the wide trial (reduction.py).
 
                 layers             sequence                         microbatches    experts
-    wide        1 or 2 per stage   about 41, odd if possible        like real run   8
+    wide        1 or 2 per stage   about 41, odd if possible        as in the run   8
     deep        12 or more         280 tokens, 560 with documents   12 with pp      20
 
 The deep trial finds faults that occur only with many layers, long rows or large counts. This trial has the options of
