@@ -2,11 +2,11 @@
 
     python3 -m assets.benchmarks.published      assets/benchmarks/published_layouts.csv  ->  the rows of BARS
 
-Most columns of the file are fields of ModelArgs, MoEArgs, Layout and Workload. If the `engine` is deepspeed, the
-forecast multiplies the step time by a fitted factor, and the published memory is what the GPU's driver reports. If
-`allocated` is set, the published memory counts only allocated memory, not all memory that the caching allocator has
-reserved. Rows with the `evidence` "recalled" are not used. A stack is the code base of a trainer. All rows of a stack
-are held out of a fit together. Rows of MoE models have the same weight as all other rows.
+Most columns of the file are fields of ModelArgs, MoEArgs, Layout and Workload. For rows whose `engine` is deepspeed,
+the forecast multiplies the step time by the fitted constant `deepspeed`, and the published memory is the figure of the
+GPU's driver. If `allocated` is set, the published memory counts only allocated memory, not all memory that the caching
+allocator has reserved. Rows with the `evidence` "recalled" are not used. A stack is the code base of a trainer. All
+rows of a stack are held out of a fit together. Rows of MoE models have the same weight as all other rows.
 """
 
 import csv
@@ -72,9 +72,10 @@ KERNELS_OF_DEEPEP = 20  # replaces KERNELS_OF_EXPERTS in runs with DeepEP and fu
 # Bytes that softmax, dropout and two matmuls read and write per fp16 score of unfused attention
 SCORE_BYTES = 13
 STREAMS = 4  # number of experts that Transformer Engine multiplies at a time
-# Standard deviation of an expert's load / its mean, if nothing balances the load. A step of Qwen3 235B with ep8 took
-# 6.11 s with unbalanced experts, and 4.39 s with balanced experts. 3.0 s of the 4.39 s depend on the load (prime-rl,
-# docs/performance.md). So the largest load is 1.57 times the mean load: 1 + LOAD_SPREAD / sqrt(16 experts) * 1.22.
+# Standard deviation of the load of an expert, divided by the mean load, if nothing balances the load. A step of Qwen3
+# 235B with ep8 took 6.11 s with unbalanced experts, and 4.39 s with balanced experts. 3.0 s of the 4.39 s depend on the
+# load (prime-rl, docs/performance.md). So the largest load is 1.57 times the mean load: 1 + LOAD_SPREAD / sqrt(16
+# experts) * 1.22.
 LOAD_SPREAD = 1.9
 LEAST_STACKS = 3  # minimum number of stacks for the error bar of a family
 SHARE = 0.8  # an error bar contains this fraction of the rows
@@ -127,7 +128,9 @@ class OtherWorkload(Workload):
     repeats_keys: bool = False  # attention reads a copy of keys and values for every query head
     gathers_each: bool = False  # each colwise matmul all-gathers its input separately over tp
     whole_logits: bool = False  # every tp rank computes the loss on the full vocabulary
-    bytes_per_logit: float = 0.0  # memory of the loss if keeps_logits; 0 means 12, or 4 if compiled
+    bytes_per_logit: float = (
+        0.0  # bytes of the loss per logit if keeps_logits; 0.0 means 12, or 4 if compiled
+    )
     # Number of kernels that add rows of tokens one by one: a scatter_add in forward, and the gradient of an index-based
     # gather in backward
     adds_rows: int = 0
@@ -289,8 +292,8 @@ class OtherTime(StepTime):
         return super().copy_time(n_bytes) if self.workload.engine == "torch" else 0.0
 
     def module_times(self, module: ModuleRow) -> Times:
-        """Return the seconds of a module's matmuls. Other trainers compute the router in bfloat16, and run several
-        experts at a time on CUDA streams."""
+        """Return the time, in seconds, of a module's matmuls. Other trainers compute the router in bfloat16, and run
+        several experts at a time on CUDA streams."""
         w = self.workload
         if module.kind == "router" and (w.sends_once or w.engine == "megatron"):
             shape = w.shape_on_rank(module)
@@ -328,7 +331,8 @@ class OtherTime(StepTime):
 
     @property
     def dispatch_s(self) -> float:
-        """Return the seconds of small kernels. Transformer Engine launches each expert's matmuls and casts."""
+        """Return the time, in seconds, of small kernels. Transformer Engine launches each expert's matmuls and
+        casts."""
         w = self.workload
         n_kernels = KERNELS_OF_DEEPEP if w.sends_once else KERNELS_OF_EXPERTS
         if w.engine == "megatron":
@@ -617,8 +621,8 @@ def fit(rows: list[Row]) -> dict[str, float]:
     """Return the constants that minimize the absolute log error of throughput.
 
     The error is nearly linear in the logarithms of the constants, so each round replaces the error by a linear
-    approximation. Weighted least squares, solved several times, then minimize the absolute error: each time, the
-    weights are divided by the absolute errors of the previous solution.
+    approximation. In each round, weighted least squares are solved several times. Each time, the weights are divided by
+    the absolute errors of the previous solution, so the solutions approach the minimum of the absolute error.
     """
     weights = weigh(rows)
     priors = torch.tensor(list(PRIORS.values()), dtype=DOUBLE).log()
@@ -738,16 +742,20 @@ def main() -> None:
     for name, pairs in groups.items():
         bar = make_bar(pairs)
         if bar.n_stacks < LEAST_STACKS:
-            print(f"{name}: never compared with {LEAST_STACKS} stacks; {bar}")
+            print(f"{name}: has runs of fewer than {LEAST_STACKS} stacks; {bar}")
             continue
         widths.append(bar.high**2)
         print(f'"{name}": {bar},')
         held = f"{share_held(bar, pairs):.0%} of its rows"
-        print(f"    contains {held}, or {share_held_of_others(pairs):.0%} if fit to other stacks")
+        print(
+            f"    this bar contains {held}; bars fitted to the other stacks contain "
+            f"{share_held_of_others(pairs):.0%}"
+        )
     print(f"median width of the bars (upper end / lower end): {median(widths):.2f}")
     eager = [error for row, error in groups["TP or PP"] if row.is_eager_tp]
     print(
-        f"torch's TP in eager mode, {len(eager)} runs: {min(map(exp, eager)):.2f} to {max(map(exp, eager)):.2f}"
+        f"torch's TP in eager mode, {len(eager)} runs: forecast / published is "
+        f"{min(map(exp, eager)):.2f} to {max(map(exp, eager)):.2f}"
     )
     for name in ("dense", "experts"):
         ranked = rank_correlation(groups[name])

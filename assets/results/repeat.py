@@ -157,7 +157,7 @@ def main() -> None:
         if a["kind"] == "step":
             largest = max(largest, abs(a["loss"] - b["loss"]) / a["loss"])
     print(
-        f"200 steps on pp2 x dp2 x tp2: no loss differs from one process by more than {largest:.1e}"
+        f"200 steps on pp2 x dp2 x tp2: no loss differs from the loss of one process by more than {largest:.1e}"
     )
 
     print(write_sample(folder / "Muon-1"))

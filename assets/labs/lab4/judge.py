@@ -51,7 +51,7 @@ def judge(n_stages: int, n_microbatches: int) -> str:
             kept += 1 if action.kind == "F" else -1
             most = max(most, kept)
         if most > n_stages:
-            return f"stage {row[0].stage} keeps the activations of {most} microbatches"
+            return f"stage {row[0].stage} stores the activations of {most} microbatches, more than {n_stages}"
     return ""
 
 

@@ -23,13 +23,13 @@ def main() -> int:
     print(done.stdout + done.stderr)
     speed = re.search(r"^ +([\d,]+) tokens/s/GPU", done.stdout, re.MULTILINE)
     if done.returncode:
-        print("The layout does not fit, or is refused.")
+        print("The model does not fit with this layout, or the config is invalid.")
         return 1
     if KEPT not in done.stdout or LAYOUT not in done.stdout:
-        print(f"Keep the exercise: {LAYOUT}, and {KEPT}.")
+        print(f"Keep the layout {LAYOUT} and the global batch ({KEPT}).")
         return 1
     if float(speed[1].replace(",", "")) < TOKENS_PER_S:
-        print(f"The layout fits, but {TOKENS_PER_S} tokens per second and GPU are possible.")
+        print(f"The model fits, but {TOKENS_PER_S} tokens per second per GPU are possible.")
         return 1
     return 0
 
