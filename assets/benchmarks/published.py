@@ -146,8 +146,9 @@ class OtherWorkload(Workload):
         if self.sums_whole:
             self.n_reductions = 1
         if self.is_unbalanced:
-            # The step waits for the largest of n loads: of ranks, or of experts if experts are padded. The loads of
-            # experts are independent and normal, and the load of a rank is the sum over its experts.
+            # The step waits for the largest of n loads. These are the loads of the ranks or, if experts are padded, of
+            # the experts. The loads of experts are independent and normal, and the load of a rank is the sum over its
+            # experts.
             n_experts = self.args.moe.n_experts
             n = n_experts if self.pads_experts else self.layout.ep
             spread = LOAD_SPREAD * (n / n_experts) ** 0.5
@@ -195,9 +196,9 @@ class OtherTime(StepTime):
     def elementwise_times(self, kind: LayerKind) -> tuple[float, float]:
         """Add the time to copy keys and values, and the time of norms that are not sharded over tp.
 
-        Without sequence parallel, each tp rank computes whole norms. In other trainers, the routing weight multiplies
-        silu(w1 x) * w3 x, and w1 and w3 are one matmul. Therefore the kernels that process the rows of experts move as
-        many bytes in backward as in forward.
+        Without sequence parallel, each tp rank computes the norms of all positions. In other trainers, the routing
+        weight multiplies silu(w1 x) * w3 x, and w1 and w3 are one matmul. Therefore the kernels that process the rows
+        of experts move as many bytes in backward as in forward.
         """
         w = self.workload
         forward, backward = super().elementwise_times(kind)

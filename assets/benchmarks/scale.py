@@ -4,8 +4,8 @@
 
 This runs the code of the trainer: plan_save, CheckpointSaver, load_newest. The other ranks are a fake process group.
 Tensors have only shapes, and files have only headers. When a rank's file is opened for the first time, the script
-creates the file with the slices that format.py assigns to the rank. So the script measures the bytes of metadata, the
-number of files, the messages and the seconds. The script does not read, hash or send the data of tensors.
+creates the file with the slices that format.py assigns to the rank. So the script measures the size of the metadata,
+the number of files, the messages, and the CPU time. The script does not read, hash or send the data of tensors.
 """
 
 import argparse
