@@ -467,7 +467,7 @@ BROKEN = r"""
 SENTENCEPIECE | | {} | no eos_token
 SENTENCEPIECE | | {"eos_token": 2} | eos_token = 2
 SENTENCEPIECE | | | no token 99999.* eos_token_id in config.json
-SENTENCEPIECE | | {"eos_token": "<x>"} | no entry '<x>'
+SENTENCEPIECE | | {"eos_token": "<x>"} | no token '<x>'
 SENTENCEPIECE | | {"added_tokens_decoder": {"9": {"content": "<x>"}}} | 9.special is missing
 SENTENCEPIECE | | {"additional_special_tokens": "</s>"} | additional_special_tokens = "</s>"; it must be dict . list
 SENTENCEPIECE | | {"extra_special_tokens": 5} | extra_special_tokens = 5
