@@ -535,7 +535,7 @@ a bias of the head | output has a bias | ENDS | llama3.list_ends(args) + [ \
 BROKEN_ROWS = """
 a window of nothing | sees at least itself | model.attention=blind \
     | ATTENTIONS | "blind": AttentionRow(window=lambda args, layer: 0),
-neither code nor a window | has no `window`, but names no extension | model.attention=bare \
+neither code nor a window | needs `window`, as it names no extension | model.attention=bare \
     | ATTENTIONS | "bare": AttentionRow(under_cp=True),
 a loss without code | forgotten | training.loss=forgotten | LOSSES | "forgotten": LossRow(),
 an optimizer without code | forgotten | optimizer.name=forgotten | OPTIMIZERS | "forgotten": OptimizerRow(0),

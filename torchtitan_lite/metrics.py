@@ -88,9 +88,9 @@ TAGS = {
 class RunMetrics:
     """Measures the steps of a run. Writes records to the console, to metrics.jsonl and to the sinks of [metrics].
 
-    A context manager. Entering records the start of the run. Leaving records the error, or logs the commands that show
-    the run. If a record cannot be written to a sink, the log reports the error once, and the sink is tried again for
-    the next record.
+    A context manager. On entry, it records the start of the run. On exit, it records the error, or logs the commands
+    that show the run. If a record cannot be written to a sink, the log reports the error once, and the sink is tried
+    again for the next record.
     """
 
     def __init__(

@@ -108,7 +108,7 @@ def shard_for_cp(run: Run, batch: Batch) -> Batch:
 
 
 def forward_backward(run: Run, batch: Batch, n_tokens: Tensor) -> Tensor:
-    """Run forward and backward for all microbatches. On return, the sum of their gradients is complete.
+    """Run forward and backward for all microbatches. On return, gradients are summed over all microbatches.
 
     Here and in the functions below, `batch` is the result of `shard_for_cp`. Returns the loss of this rank's tokens, ()
     fp32, which is zero if no pipeline stage of this rank has the head. The loss is equal on all tp ranks.

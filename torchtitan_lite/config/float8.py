@@ -85,7 +85,7 @@ def check_matmul(config: Config, machine: Machine) -> Refused:
 
 
 def list_float8_notices(config: Config, model_args: ModelArgs, tp: int) -> list[str]:
-    """Return notices: how many layers compute in float8, and which settings have no effect or less than expected."""
+    """Return notices: how many layers use float8, and which settings have no effect or less effect than expected."""
     section = config.quantize.linear.float8
     linears = list_linears(model_args)
     used = plan_float8(linears, section.filter_fqns, tp, section.recipe_name)

@@ -159,6 +159,6 @@ def check_windows(attention: str, model_args: ModelArgs) -> Refused:
         remedy = "Use 1 or more, or None for no window. The flavor or the attention (config/choices.py) sets windows"
         yield "model.attention", why, remedy
     elif row.window is None and (window or model_args.attention_sinks or not row.extension):
-        why = "its row in config/choices.py has no `window`, but names no extension, or the model has windows or sinks"
+        why = "its row in config/choices.py needs `window`, as it names no extension, or the model has windows or sinks"
         remedy = 'Use "causal", or add `window` to the row, such as ModelArgs.find_window'
         yield "model.attention", why, remedy

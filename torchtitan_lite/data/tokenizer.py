@@ -116,7 +116,7 @@ class Tokenizer:
     def encode_special(self, text: str) -> tuple[list[int], list[int]]:
         """Return the ids of a normalized text, with special tokens recognized, and where each token ends.
 
-        An end is the index after the token's last character in the text.
+        The end of a token is the index after its last character in the text.
         """
         _, encode_special = self.encoders
         return encode_special(text)

@@ -25,7 +25,7 @@ class Batch:
 
     tokens: Tensor
     targets: Tensor  # the next token, or IGNORE_INDEX, which the loss ignores
-    positions: Tensor  # position in the document (document attention) or in the row
+    positions: Tensor  # position in the document with document attention, else in the row
     doc_ids: Tensor  # index, within a row, of the document that contains the token; 0 is the first document
     # extra fields, passed to the model and to the loss (loss.py) as keyword arguments
     extra: dict[str, Tensor] = field(default_factory=dict)
