@@ -3,9 +3,9 @@ This file is loaded for all optimizers except AdamW and SGD.
 
 A checkpoint saves the tensors in state[parameter], and a resume restores the tensors that the first step creates. When
 a run resumes, it would reset a number in state[parameter], in a parameter group or in an attribute, and also a tensor,
-a list or a second optimizer in an attribute. The losses would then differ from an unbroken run. A state that is a
-DTensor with the placement Partial is not supported. For example, a mean over a sharded dim stays Partial until
-`redistribute` reduces it over the ranks.
+a list or a second optimizer in an attribute. The losses would then differ from the losses of an unbroken run. A state
+that is a DTensor with the placement Partial is not supported. For example, a mean over a sharded dim stays Partial
+until `redistribute` reduces it over the ranks.
 """
 
 from collections.abc import Iterator

@@ -8,7 +8,7 @@
     weight_decay = 0
 
 A pattern must match the full FQN. `*` matches any text, including dots; `?` matches any character; `[ab]` matches a or
-b. If several parameter groups match a parameter, it belongs to the first of them.
+b. If several parameter groups match a parameter, the parameter belongs to the first of them.
 """
 
 from collections.abc import Iterable, Sequence

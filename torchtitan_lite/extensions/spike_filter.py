@@ -41,7 +41,7 @@ class SpikeFilter:
 
     @torch.no_grad()
     def judge(self, grad_norm: Tensor) -> Tensor:
-        """Add the gradient norm of this step, () fp32, to the history. Return whether it is a spike, () bool."""
+        """Add the gradient norm of this step, () fp32, to the history. Return whether this norm is a spike, () bool."""
         newer = torch.cat([self.history[1:], grad_norm[None]])
         self.history.copy_(torch.where(grad_norm.isfinite(), newer, self.history))
         is_spike = grad_norm > self.factor * self.history.median()

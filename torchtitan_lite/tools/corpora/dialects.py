@@ -8,8 +8,8 @@
 
 In the last two dialects, a column `history` is a list of earlier [question, answer] pairs, whose answers have targets.
 In all dialects, a column `system` is the system message. Columns that are not named above, such as `tools` and
-`documents`, are variables of the chat template. A list of messages, tools, tool calls or history can also be a JSON
-string; an empty string means an empty list.
+`documents`, are variables of the chat template. A list of messages, tools, tool calls or history can also be a string
+that contains JSON; an empty string means an empty list.
 
 First, columns and message keys with the value null are removed. If the content of a message is a list of strings, they
 are joined. Images are not supported.
@@ -94,7 +94,7 @@ def spell_value(value: Any) -> str:
 
 
 def parse_json(value: Any) -> Any:
-    """Return the value of a JSON string, or None for an empty string. A value that is not a JSON string is returned
+    """Return the value of a string that contains JSON, or None for an empty string. Any other value is returned
     unchanged."""
     if isinstance(value, str):
         with suppress(json.JSONDecodeError):
@@ -103,7 +103,7 @@ def parse_json(value: Any) -> Any:
 
 
 def take_column(columns: dict, name: str, kind: type = list) -> Any:
-    """Remove a column, and return its value or None. A JSON string is parsed unless `kind` is str. Raises
+    """Remove a column, and return its value or None. JSON in a string is parsed unless `kind` is str. Raises
     ValueError."""
     value = columns.pop(name, None)
     if kind is not str:

@@ -35,8 +35,8 @@ LAUNCHES_OF_HOOKS = 100
 KERNELS_OF_EXPERTS = 60
 # compiled -> number of tensors read and written by a norm with a residual addition, by SwiGLU, by GPT's activation
 TENSORS = {False: (5, 5, 3), True: (4, 3, 2)}
-# For an eager norm of a DTensor, this number replaces the first number of TENSORS. Such a norm runs operator by
-# operator in fp32, because torch has no sharding rule for the fused kernel.
+# An eager norm of a DTensor runs operator by operator in fp32, because torch has no sharding rule for the fused kernel.
+# For this norm, the number below replaces the first number of TENSORS.
 NORM_OP_BY_OP = 21
 # Bytes per element that the packing kernels of ZeRO++ read and write: qwZ per all-gather, qgZ per reduction
 QWZ_BYTES = 4

@@ -179,9 +179,10 @@ class RankMemory:
         """Return the bytes that a layer saves per microbatch, and the additional bytes at the peak of its backward.
 
         In backward, a layer holds recomputed activations and temporary gradients. An MoE layer can need even more
-        memory in two other situations. In the first, the next MoE layer is all-gathered into a buffer and copied out of
-        the buffer. In the second, the gradients of this layer are reduced, and exist in the compute dtype and in fp32.
-        By that time the activations of this layer are freed, and under ZeRO 3 also its unsharded parameters.
+        memory in two other situations. In the first situation, the next MoE layer is all-gathered into a buffer and
+        copied out of the buffer. In the second situation, the gradients of this layer are reduced, and exist in the
+        compute dtype and in fp32. Before this reduction, the activations of this layer are freed, and under ZeRO 3 also
+        its unsharded parameters.
         """
         w = self.workload
         args = w.args

@@ -204,8 +204,8 @@ ORDERS: dict[str, Callable[..., list[Action]]] = {  # names as in torch
 #         |       `-- stage 2 has gradients
 #         `-- 4 microbatches in flight at most
 
-# Maps a set of stages to the microbatches in flight (stage -> tenths of a microbatch). While exactly these stages have
-# gradients, the number of microbatches in flight varies; this is the maximum.
+# Maps a set of stages to the microbatches in flight (stage -> tenths of a microbatch). The numbers are for the time at
+# which exactly these stages have gradients and the number of microbatches in flight is largest.
 InFlight = dict[frozenset[int], Counter[int]]
 STAGES_GATHERED = 3  # torch unshards the next three stages of a pp rank, and reshards the others
 # Kind of an action -> tenths of a microbatch that the action adds to the microbatches in flight. Between the two halves

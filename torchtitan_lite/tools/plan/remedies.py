@@ -94,7 +94,7 @@ def list_changed(
 
 
 def list_faster(planned: PlannedRun) -> list[tuple[str, ...]]:
-    """Return the five best changes of one key that make the run faster and fit: key, value, speed, gain, memory."""
+    """Return the five best single-key changes that fit and speed up this run: key, value, speed, gain, memory."""
     changes = [(key, value) for key, values in FASTER.items() for value in values]
     for key in DEGREES:
         degree = get_value(planned.config, key)

@@ -43,9 +43,9 @@ sorted twice, while the all-gathers of experts overlap with a large microbatch. 
 saves no network traffic: with and without ep, FSDP moves equally many bytes through each NIC.
 With few tokens per rank, a layout with ep is faster than a layout without ep. One published
 run contradicts this forecast: NeMo AutoModel trains Qwen3 30B-A3B with ep8 and DeepEP on 8 H100 at
-12,040 tokens/s/GPU. Another agrees: on 8 B200 with ep8, the torchtitan fork of Nous Research reaches
-9,930 tokens/s/GPU with torch's all-to-all, and 14,796 tokens/s/GPU with DeepEP, which is as fast as
-this fork without ep."""
+12,040 tokens/s/GPU. Another published run agrees with the forecast: on 8 B200 with ep8, the
+torchtitan fork of Nous Research reaches 9,930 tokens/s/GPU with torch's all-to-all. With DeepEP, it
+reaches 14,796 tokens/s/GPU, and is as fast as without ep."""
 RECOMPUTE = [
     ActivationCheckpoint("none"),
     ActivationCheckpoint("selective", "op"),

@@ -5,8 +5,8 @@
     tokens    positions between matmuls: 1/(cp x tp)        positions in matmuls: all-gathered over tp
     experts   1/(ep x efsdp)                                1/ep, all-gathered over efsdp
 
-explain.py takes the slices of every parameter from a dry run. A test checks that they equal the slices that this file
-computes.
+explain.py takes the slices of every parameter from a dry run. A test checks that these slices equal the slices that
+this file computes.
 """
 
 from math import ceil

@@ -147,7 +147,7 @@ class StepTime(LayerTime):
             passes.append(phases.forward + after)
         fills = [0.0, *accumulate(passes)]
         bounds = []
-        for *_, rank in self.workload.alike:  # the last pp rank of each group starts last
+        for *_, rank in self.workload.alike:  # the last pp rank of a group starts latest
             indices = layout.stages_of(rank)
             busy = sum(self.stages[index].total for index in indices)
             bounds.append(fills[indices[0]] + layout.n_microbatches * busy)

@@ -94,7 +94,7 @@ def compare_steps(rank: int, world_size: int, config: Config, path: str) -> Seen
 
 def compare_step(run: build.Run, plain: PlainStep, seen: Seen) -> None:
     """Run one step and compare each result with the plain loop. Collective."""
-    # set the learning-rate schedule as a run does that resumes at this position
+    # set the learning-rate schedule as if the run resumed at this position
     if run.lr_scheduler.last_epoch != plain.position:
         set_step(run.lr_scheduler, plain.position)
     give_weights(run, plain.weights)
