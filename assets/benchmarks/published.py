@@ -390,7 +390,7 @@ class OtherMemory(RankMemory):
         return memory._replace(received=memory.received / layout.n_microbatches * layout.pp)
 
     def list_kept(self, kind: LayerKind) -> dict[str, float]:
-        """Add bytes that only other trainers save: attention scores, "alternate", and unsharded hidden states.
+        """Add the bytes that only other trainers save: attention scores, mode "alternate", unsharded hidden states.
 
         Unfused attention saves its scores. "alternate" is torchtitan's recompute mode of 2024. It saves 62.1 KiB per
         token of Llama 8B: the input of the block, and the outputs of wq, wv, attention, w1 and w2. The output of w2 is
