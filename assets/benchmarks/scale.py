@@ -89,7 +89,7 @@ def plan(name: str, n_ranks: int, changes: dict[str, int]) -> PlannedRun:
 @contextmanager
 def as_rank(planned: PlannedRun, rank: int) -> Iterator[dict[str, Tensor]]:
     """Context manager: act as one rank of a run. Yields the tensors to save, as fake tensors."""
-    config = with_value(planned.config, "compile.enable", False)
+    config = with_value(planned.resolved, "compile.enable", False)
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(fake_world.fake_group(planned.layout.world_size, rank=rank))

@@ -55,7 +55,7 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
 
     Return its memory and traffic. The optimizer state exists before the step, as in every step except the first.
     """
-    config = with_value(planned.config, "compile.enable", False)
+    config = with_value(planned.resolved, "compile.enable", False)
     model_args = planned.model_args
     layout = planned.layout
     meter = Meter(layout)

@@ -137,7 +137,10 @@ def draw_layout(planned: PlannedRun) -> Iterator[str]:
     if better:
         table = [("key", "tokens/s per GPU", "", "memory, upper end")]
         table += [(f"{key} = {value}", *figures) for key, value, *figures in better]
-        yield f"<p>Faster layouts that fit and differ in one key:</p>{draw_table(table)}"
+        yield (
+            "<p>Faster layouts that fit and differ in one key (with parallelism.data_parallel_shard_degree = -1):</p>"
+            f"{draw_table(table)}"
+        )
     elif planned.fits:
         yield "<p>No layout that differs in one key is faster and fits.</p>"
 

@@ -34,12 +34,11 @@ ANY_CPU = Machine("cpu", 1, 0, "CPU")
 
 
 def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Workload:
-    """Return the workload of a run, with "auto" values resolved for a GPU. Raises ConfigError."""
+    """Return the workload of a run with a resolved config. Raises ConfigError."""
     if config.activation_checkpoint.mode == "memory_budget":
         why = "the compiler chooses what to recompute, so there is no closed form for this mode"
         remedy = 'Plan with the modes "none" and "full". The result for memory_budget is between these two results'
         raise ConfigError([Problem("activation_checkpoint.mode", "memory_budget", why, remedy)])
-    config = resolve_config(config, layout, "cuda")
     float8 = config.quantize.linear.float8
     in_float8 = []  # FQNs
     if config.model.uses_float8:
@@ -92,9 +91,15 @@ class PlannedRun:
     cluster: Cluster
     notices: tuple[str, ...] = ()  # about the config
 
+    @property
+    def resolved(self) -> Config:
+        """The config, without automatic values."""
+        device_type = "cpu" if self.cluster.name == "cpu" else "cuda"
+        return resolve_config(self.config, self.layout, device_type)
+
     @cached_property
     def workload(self) -> Workload:
-        return describe_workload(self.config, self.model_args, self.layout)
+        return describe_workload(self.resolved, self.model_args, self.layout)
 
     def with_recompute(self, section: ActivationCheckpoint) -> "PlannedRun":
         """Return a copy of this run with these recompute settings. The copy shares all values that depend only on the
@@ -209,5 +214,4 @@ def plan_run(args: list[str], n_gpus: int | None, gpu: str) -> PlannedRun:
     `read_target`."""
     given, model_args, n_ranks = read_target(args, n_gpus, gpu)
     layout = plan_layout(given.config, model_args, n_ranks)
-    config = resolve_config(given.config, layout, "cpu" if gpu == "cpu" else "cuda")
-    return PlannedRun(config, model_args, layout, CLUSTERS[gpu], tuple(given.notices))
+    return PlannedRun(given.config, model_args, layout, CLUSTERS[gpu], tuple(given.notices))

@@ -74,7 +74,7 @@ def advise_gpus(planned: PlannedRun) -> str:
         with suppress(ConfigError):
             layout = plan_layout(config, planned.model_args, n_gpus)
             if replace(planned, config=config, layout=layout).fits:
-                return f"What helps: {n_gpus:,} GPUs"
+                return f"What helps: {n_gpus:,} GPUs (with parallelism.data_parallel_shard_degree = -1)"
         times *= 2
     return f"Neither a change of one key nor {n_gpus:,} GPUs make it fit. Try --search"
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import product
 from math import ceil
 
-from torchtitan_lite.config.checks import plan_layout, resolve_config
+from torchtitan_lite.config.checks import plan_layout
 from torchtitan_lite.config.choices import SCHEDULES
 from torchtitan_lite.config.layout import plan_batch, plan_degrees
 from torchtitan_lite.config.machine import GIB
@@ -219,9 +219,8 @@ def search_layouts(options: argparse.Namespace) -> str:
         if get_value(winner.config, key) != value:
             replaced.append(f"{key} = {value}")
     if file:
-        config = resolve_config(winner.config, winner.layout, "cuda")
         title = f"{TITLE} for {n_gpus:,} GPUs: {winner}"
-        write_table(file, f"{title}\n\n{dump_config_toml(config)}")
+        write_table(file, f"{title}\n\n{dump_config_toml(winner.resolved)}")
     remarks = [*given.notices, *warn_of_unmodeled(winner)]
     table = [("", "tok/s/GPU", "MFU", "bubble", "GiB", "layout")]
     for number, planned in enumerate(best, 1):
