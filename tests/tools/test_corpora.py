@@ -307,7 +307,7 @@ def test_a_file_is_read_in_its_encoding(encoding, suffix, prepare_here):
 def test_links_are_followed_once_and_skipped_files_are_counted_by_reason():
     Path("in/a").mkdir(parents=True)
     Path("elsewhere").mkdir()
-    for name in "in/a/1.txt in/2.LOG in/.hidden in/3.png in/README elsewhere/4.txt".split():
+    for name in "in/a/1.txt in/2.LOG in/.hidden in/3.png.gz in/README elsewhere/4.txt".split():
         Path(name).write_text("text")
     Path("in/link").symlink_to("../elsewhere")
     Path("in/circle").symlink_to("../in")

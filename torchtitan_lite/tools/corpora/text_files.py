@@ -188,7 +188,7 @@ def find_files(
                 f"If it is a text file, give `prepare` the option --suffix {get_kind(path)!r}"
             )
         else:
-            reason = f"files of unknown suffix {path.suffix.lower()!r} left out"
+            reason = f"files of unknown suffix {get_kind(path)!r} left out"
         if reason:
             skipped[reason] += 1
         else:
