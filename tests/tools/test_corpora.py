@@ -150,6 +150,7 @@ picture.png | x | picture.png has an unknown suffix
 archive.tar.gz | x | Unpack an archive
 packed.txt.lz4 | x | Unpack an archive or a packed file
 text.txt --suffix=.log | x | --suffix: no file has .log
+text.txt --suffix= --validation /dev/null | x | no text for the split validation
 text.txt --text-column=body | x | --text-column would have no effect
 rows.parquet --encoding=cp1252 | x | --encoding would have no effect, because Parquet
 text.txt --tokenizer=nowhere | x | --tokenizer nowhere: there is no tokenizer.json

@@ -114,10 +114,11 @@ def prepare(
         n_mb = sum(path.stat().st_size for path in files) / 1e6
         documents = show_progress(documents, n_mb, "MB", lambda each: each.n_text_bytes / 1e6)
         splits, counts = write_documents(documents, folder, has_floor=settings.validation_share > 0)
-        if "train" not in splits:
-            raise PreparationError(
-                f"these files ({len(files)}) have no text, or only text for validation. Name files with text"
-            )
+        for split in ("train", "validation") if settings.validation else ("train",):
+            if split not in splits:
+                raise PreparationError(
+                    f"these files ({len(files)}) have no text for the split {split}. Name files with text"
+                )
         dtype = "uint16" if tokenizer.vocab_size <= UINT16_IDS else "uint32"
         manifest = CorpusManifest(dtype, tokenizer.fingerprint, splits)
         (folder / CORPUS_MANIFEST).write_text(dump_manifest(manifest))
