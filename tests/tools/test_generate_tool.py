@@ -221,13 +221,18 @@ def test_a_conversation_gives_the_same_answers_as_a_single_prompt_with_all_its_m
 # ---------------------------------------------------------------- what is refused or has no effect
 
 
+# option | words of the notice
+WITH_NOTICES = """
+--tokenizer=bytes | bytes is not the tokenizer
+--top-k=1 | no effect
+--top-p=0 | no effect
+--top-k=1000000 | no effect
+"""
+
+
 def test_a_wrong_tokenizer_and_options_without_effect_cause_a_notice(export, capsys):
     given = ["generate", str(export), "--prompt", "a", "--max-new-tokens", "1"]
-    for option, words in (
-        ("--tokenizer=bytes", "bytes is not the tokenizer"),
-        ("--top-k=1", "no effect"),
-        ("--top-k=1000000", "no effect"),
-    ):
+    for option, words in read_lines(WITH_NOTICES):
         assert main([*given, option]) == 0
         assert words in capsys.readouterr().err
 

@@ -48,9 +48,9 @@ def main(options: Namespace) -> int:
         tell(
             f"--top-k {options.top_k} has no effect, because the vocabulary is not larger than that"
         )
-    elif options.top_k == 1:
+    elif options.top_k == 1 or options.top_p == 0:
         tell(
-            "--top-k 1 takes the most likely token: --temperature, --top-p and --seed have no effect"
+            "--top-k 1 and --top-p 0 take the most likely token: all other options of the draw have no effect"
         )
     settings = source.published.get(GENERATION_CONFIG, {})
     for key, value in settings.items():
