@@ -153,6 +153,7 @@ text.txt --suffix=.log | x | --suffix: no file has .log
 text.txt --suffix= --validation /dev/null | x | no text for the split validation
 text.txt --text-column=body | x | --text-column would have no effect
 rows.parquet --encoding=cp1252 | x | --encoding would have no effect, because Parquet
+text.txt --encoding=cp12 --skip-bad | x | --encoding: unknown encoding: cp12. Name an
 text.txt --tokenizer=nowhere | x | --tokenizer nowhere: there is no tokenizer.json
 in.jsonl --train-tokenizer=300 --chat | {"text": "a"} | no chat template
 in.jsonl --train-tokenizer=300 | {"text": "a"}\n{"messages": []} | in.jsonl, row 2: it has no text in 'text'

@@ -125,6 +125,12 @@ def prepare_corpus(options: argparse.Namespace) -> str:
     why = ""
     if options.text_column is not None and not kinds & ROW_SUFFIXES:
         why = "--text-column would have no effect, because every file is one text"
+    try:
+        "text".encode(options.encoding)
+    except (LookupError, UnicodeError) as error:
+        raise PreparationError(
+            f"--encoding: {error}. Name an encoding that Python has, such as cp1252"
+        ) from None
     if options.encoding != "utf-8" and kinds == {PARQUET}:
         why = "--encoding would have no effect, because Parquet stores text in UTF-8"
     if why:
