@@ -123,7 +123,7 @@ def make_double() -> bytes:
 # file, options | content, with escapes | words of the message
 REFUSED = r"""
 line.jsonl | {"text": "x"}\n{"text": \n | line.jsonl, row 2: Expecting value
-field.jsonl | {"content": "x"} | it has no text in 'text' (set --text-column to another column, or use --chat)
+field.jsonl | {"content": "x"} | it has no text in 'text' (give `prepare` --text-column for a column, or --chat)
 first.jsonl | nonsense\n{"text": "x"}\n | first.jsonl, row 1: Expecting value
 comma.jsonl | {"text": "x"},\n{"text": "x"}\n | comma.jsonl, row 1: Extra data
 quote.jsonl | {"text": "x\n{"text": "x"}\n | quote.jsonl, row 1: Invalid control character

@@ -314,7 +314,7 @@ def read_text(settings: PrepareSettings, row: Row) -> tuple[str, list[str]]:
     text = content.get(column) if isinstance(content, dict) else None
     if not isinstance(text, str):
         raise ValueError(
-            f"it has no text in {column!r} (set --text-column to another column, or use --chat): {content!r:.60}"
+            f"it has no text in {column!r} (give `prepare` --text-column for a column, or --chat): {content!r:.60}"
         )
     text.encode()  # raises an error for a lone surrogate, which JSON may contain
     empty = (None, "", [], {})
