@@ -112,7 +112,7 @@ check --keys trainig                                         | --keys = 'trainig
 verify --config debug --parallelism.tensor_paralel_degree=2  | parallelism.tensor_paralel_degree
 verify --config debug {TP}=3                                 | This run cannot start:
 verify --config nothing                                      | job.config_file
-verify --config llama3_405b --ranks=8                        | --ranks
+verify --config llama3_405b --training.steps=7 --ranks=8      | --training.steps=7 --ranks=8 --parallelism
 check --gpu h200                                             | --gpu would have no effect without --gpus
 check --keys training. --training.steps 3                    | --keys prints keys
 prepare --check x --json                                     | --json would have no effect with --check

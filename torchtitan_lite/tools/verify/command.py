@@ -61,7 +61,7 @@ def main(options: Namespace) -> int:
     Raises UserError if the code of the model does not match the model's table.
     """
     given, *_ = read_target(options.config_args, None)
-    reduction = reduce_config(given.config, options.ranks)
+    reduction = reduce_config(given.config, options.ranks, options.config_args)
     small = reduction.config
     build_on_meta(small, resolve_model(small.model))
     torch.set_num_threads(1)

@@ -17,6 +17,7 @@ certificate lists every difference from the real config. This module does not im
 """
 
 import shlex
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -93,7 +94,7 @@ class Reduction:
     layout: Layout  # layout of `config`
 
 
-def reduce_config(config: Config, max_ranks: int) -> Reduction:
+def reduce_config(config: Config, max_ranks: int, config_args: Sequence[str] = ()) -> Reduction:
     """Reduce a config. Raises ConfigError if the real run cannot start, UserError if the layout needs more than
     `max_ranks` ranks."""
     n_ranks = count_ranks(config.parallelism)
@@ -101,7 +102,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     real = plan_layout(config, args, n_ranks)
     if n_ranks > max_ranks:
         why = f"the layout needs {n_ranks} ranks, but verify uses at most {max_ranks}"
-        remedy = suggest_smaller(config, max_ranks)
+        remedy = suggest_smaller(config, max_ranks, config_args)
         raise UserError(f"{Problem('--ranks', max_ranks, why, remedy)}")
     wide = replace(real, dp_shard=choose_dp_shard(config.parallelism, max_ranks))
     keys = {
@@ -139,7 +140,7 @@ def reduce_config(config: Config, max_ranks: int) -> Reduction:
     return Reduction(config, small, layout)
 
 
-def suggest_smaller(config: Config, max_ranks: int) -> str:
+def suggest_smaller(config: Config, max_ranks: int, config_args: Sequence[str]) -> str:
     """Return a command that verifies a smaller layout, or advice to use more ranks if there is no such layout."""
     for degrees in list_smaller(config):
         smaller = override(config, degrees)
@@ -147,7 +148,7 @@ def suggest_smaller(config: Config, max_ranks: int) -> str:
             continue
         with suppress(ConfigError):
             reduce_config(smaller, max_ranks)
-            command = ["verify", f"--config={config.job.config_file}", f"--ranks={max_ranks}"]
+            command = ["verify", *config_args, f"--ranks={max_ranks}"]
             for key, degree in degrees.items():
                 if degree != get_value(config, key):
                     command.append(f"--{key}={degree}")
