@@ -277,7 +277,7 @@ def measure_save(
     """Save as one rank, and measure the costs. Rank 0 writes a manifest and checksums to `folder`."""
     layout = planned.layout
     mesh = layout.all_degrees
-    about = save.describe_run(planned.config, layout.degrees, {})
+    about = save.describe_run(planned.resolved, layout.degrees, {})
     manifest = Manifest(STEP, {}, about, mesh=mesh)
     section = Checkpoint(enable=True, async_mode="disabled", keep_latest_k=0)
     messages = Messages(records)
