@@ -130,7 +130,7 @@ def test_for_an_idle_pipeline_plan_suggests_a_sufficient_number_of_microbatches(
     # The bubble is (p-1)/(m+p-1) = 15/31 of the pipeline's time, and slightly less of the whole step.
     assert planned.forecast.bubble > 0.45
     (remark,) = (remark for remark in list_remarks(planned) if "idle" in remark)
-    n = int(remark.split("Use ")[1].split(" microbatches")[0])
+    n = int(remark.split("Use at least ")[1].split(" microbatches")[0])
     filled = read(f"{run}={n}")
     assert filled.forecast.bubble <= 0.17  # the stages are still uneven
     assert f"training.global_batch_size = {n * 128}" in remark and "5 stages" in remark

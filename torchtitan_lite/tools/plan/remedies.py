@@ -127,7 +127,7 @@ def warn_of_bubble(planned: PlannedRun, bubble: float) -> list[str]:
     n = ceil(needed / v / unit) * unit
     stages = ceil(needed / m)
     batch = n * layout.microbatch_size * layout.dp
-    advice = f"Use {n} microbatches (training.global_batch_size = {batch})"
+    advice = f"Use at least {n} microbatches (training.global_batch_size = {batch})"
     if stages * p <= planned.model_args.n_layers + 2:
         advice += f", or about {stages} stages per rank (Interleaved1F1B, pipeline_parallel_layers_per_stage)"
     return [f"the pipeline is idle for {bubble:.0%} of a step. {advice}"]
