@@ -95,7 +95,7 @@ JSON = Option("--json", "print the result as JSON")
 HTML = Option("--html", "write a page with pictures to this file", path)
 GPU = Option(
     "--gpu",
-    "GPU type, a row of tools/plan/cluster.py (%(default)s)",
+    f"GPU type: {', '.join(CLUSTERS)} (%(default)s)",
     str,
     default="h100",
     choices=tuple(CLUSTERS),
@@ -220,7 +220,9 @@ layout needs more ranks than --ranks, verify prints a command for a smaller layo
         True,
         (
             JSON,
-            Option("--ranks", "largest world size (%(default)s)", int, 8, choices=range(1, 17)),
+            Option(
+                "--ranks", "largest world size, 1 to 16 (%(default)s)", int, 8, choices=range(1, 17)
+            ),
             Option(
                 "--timeout", "seconds that one run of a trial may take (%(default)s)", timeout, 300
             ),
@@ -288,7 +290,7 @@ Only one file is in memory at a time. OUT is complete or does not exist.""",
         (
             Option(
                 "--dtype",
-                "default: as in the source",
+                "float32, bfloat16 or float16; default: as in the source",
                 str,
                 choices=("float32", "bfloat16", "float16"),
             ),
@@ -356,7 +358,13 @@ folder: metrics.jsonl, config.toml, traces/.""",
                 "group the runs by the value of this key, and show the mean and spread of each group",
                 str,
             ),
-            Option("--x", "horizontal axis", str, "steps", choices=("steps", "tokens", "hours")),
+            Option(
+                "--x",
+                "horizontal axis: steps, tokens or hours",
+                str,
+                "steps",
+                choices=("steps", "tokens", "hours"),
+            ),
             Option("--watch", "write the page again every 10 s until the run ends"),
         ),
     ),
