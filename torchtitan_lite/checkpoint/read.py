@@ -57,7 +57,9 @@ def read_manifest(folder: Path) -> Manifest:
         expected = next(named, None)
     except FileNotFoundError as error:
         if path.exists():
-            raise DamagedCheckpoint(f"{error.filename} is missing") from None
+            raise DamagedCheckpoint(
+                f"{error.filename} is missing, or {folder} is not a checkpoint"
+            ) from None
         raise CheckpointError(f"{folder} is not a checkpoint: {error}") from None
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from None
