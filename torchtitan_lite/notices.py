@@ -3,7 +3,7 @@
 Loaded only if the config asks for a feature (`asks_for_features` in config/checks.py).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.reader import KEYS, UserConfig, dump_config_toml, list_changed
@@ -122,8 +122,6 @@ def find_situations(spec: RunSpec) -> dict[str, str]:
         situations["no FSDP group has two or more ranks on each of several nodes"] = OF_NODES
     if layout.dp_replicate == layout.tp == 1 and not (layout.tied or layout.ep):
         situations["no weight has a copy on another rank"] = "debug.compare_copies_every"
-    if len(training.dataset) == 1:
-        situations["training.dataset names one corpus"] = "training.dataset_weights"
     if spec.weights and training.data_seed != config.debug.seed:
         situations["weights are loaded and training.data_seed is set"] = "debug.seed"
     # on a CPU, sends in a pipeline keep gloo's time-out of 30 minutes (process_groups.py)
@@ -142,21 +140,21 @@ def find_situations(spec: RunSpec) -> dict[str, str]:
     return situations
 
 
-def describe_idle_keys(given: UserConfig, situations: Mapping[str, str]) -> list[str]:
+def describe_idle_keys(given: UserConfig, situations: dict[str, str]) -> list[str]:
     """Return a notice for each case that applies, with the keys that the user set to a value other than the default.
 
-    `situations`: the result of `find_situations`. Each key is named once.
+    `situations`: the result of `find_situations`; the case of a single corpus is added. Each key is named once.
     """
-    settings = set(situations)
-    settings.update(f"{key} = {get_value(given.config, key)!r}" for key in KEYS)
+    if len(given.config.training.dataset) == 1:
+        situations["training.dataset names one corpus"] = "training.dataset_weights"
+    settings = {*situations, *(f"{key} = {get_value(given.config, key)!r}" for key in KEYS)}
     changed = [key for key in list_changed(given.config) if key in given.chosen]
     if "hpz" in given.config.parallelism.zero_plus_plus:
         changed.append("parallelism.zero_plus_plus=hpz")
     notices = []
     for case, starts in (WITHOUT_EFFECT | situations).items():
         idle = [key for key in changed if key.startswith(tuple(starts.split()))]
-        applies = case in situations or settings.issuperset(case.split(" and "))
-        if idle and applies:
+        if idle and (case in situations or settings.issuperset(case.split(" and "))):
             notices.append(f"{', '.join(idle)} has no effect while {case}")
             changed = [key for key in changed if key not in idle]
     return notices
