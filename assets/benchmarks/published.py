@@ -419,8 +419,9 @@ class OtherMemory(RankMemory):
     def list_kept_by_experts(self) -> Counter[str]:
         """Omit the tensors that Megatron's fused kernels do not save for backward.
 
-        The routing weights multiply silu(w1 x) * w3 x, so the outputs of w2 are not saved. The output of silu and the
-        permutations of the rows are not saved either. The router's input is in the compute dtype.
+        silu(w1 x) * w3 x is multiplied by the routing weights before w2, so backward does not need the outputs of w2,
+        and they are not saved. The output of silu and the permutations of the rows are not saved either. The router's
+        input is in the compute dtype.
         """
         kept = super().list_kept_by_experts()
         w = self.workload

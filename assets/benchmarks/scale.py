@@ -219,7 +219,8 @@ def list_records(planned: PlannedRun) -> dict[str, TensorRecord]:
 
 
 class Messages:
-    """Replaces the collectives of a save or a load. Counts the bytes that this rank sends and receives."""
+    """Replaces the collectives of a save or a load, so that one process can act as one rank of many. Counts the bytes
+    that this rank sends and receives."""
 
     def __init__(self, records: dict[str, TensorRecord]):
         self.records = records

@@ -1,8 +1,9 @@
 """No operation in a step makes the host wait for the device: it reads no number, and no shape depends on data.
 
-A host that waits cannot queue the next kernels, so the device then waits for the host. On a CPU nothing waits, but the
-step calls the same operators. A dispatch mode sees these operators below DTensor, in backward, in collectives and in
-the optimizer. It does not see copies between devices. In the last test, CUDA itself reports such copies.
+A host that waits cannot queue the next kernels, so the device then waits for the host. On a CPU, the host never waits
+for a device, but the step calls the same operators. A dispatch mode sees these operators below DTensor, in backward, in
+collectives and in the optimizer. It does not see copies between devices. In the last test, CUDA itself reports such
+copies.
 """
 
 from unittest.mock import patch

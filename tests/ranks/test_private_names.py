@@ -1,5 +1,5 @@
-"""Test private names of torch that the project uses, if a change of the name in torch would raise no error. Other tests
-use further private names."""
+"""Test that torch still has the private names that the project uses. Tests only names whose absence would raise no
+error. Other tests use further private names."""
 
 import compare
 import torch

@@ -1,5 +1,5 @@
-"""Define the tables of optimizers, losses and other choices that a config selects by name. A row lists the features
-that the choice supports, and the requirements of the choice.
+"""Define the tables of optimizers, losses and other choices that a config selects by name. Each row lists the features
+that a choice supports, and what the choice requires.
 
     key                                    row here      code
     optimizer.name                         OPTIMIZERS    components/optim.py, or a file of extensions/

@@ -52,7 +52,7 @@ class CorpusSplit:
     n_documents: int
     n_targets: int  # conversations: number of the assistant's tokens
     n_text_bytes: int  # in UTF-8
-    sha256: dict[str, str]  # suffix of a file -> hash
+    sha256: dict[str, str]  # suffix of a file -> hash of its content
 
 
 @dataclass(frozen=True)

@@ -115,8 +115,8 @@ def list_spellings(token: str, vocab: dict[str, int]) -> set[tuple[int, int]]:
 
 
 def find_halves(merges: dict[tuple[int, int], int]) -> dict[int, tuple[int, int]]:
-    """Return token -> the two tokens that the last merge of this token joins. Leaves out tokens that the merges cannot
-    form from bytes."""
+    """Return a dict: token -> the pair of tokens whose merge produces this token. Leaves out tokens that the merges
+    cannot form from bytes."""
     halves = {}
     made = set(merges.values())
     for (left, right), id in merges.items():

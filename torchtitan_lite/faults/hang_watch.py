@@ -182,7 +182,7 @@ class HangWatch(AbstractContextManager):
     def is_late(self) -> bool:
         """Return whether this rank has not advanced within its time limit.
 
-        While another rank is late, the limit is half of the limit of a step, or 0 after a signal.
+        If another rank is already late, the limit of this rank is half of the limit of a step, or 0 after a signal.
         """
         step_limit_s = self.find_limit()
         # a save or the first step may take longer than a later step

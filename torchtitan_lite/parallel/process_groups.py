@@ -186,7 +186,7 @@ def allow_open_files() -> None:
 def keep_freed_memory() -> None:
     """Let glibc keep the memory that a step frees, so the next step takes no page faults for it.
 
-    Does nothing if the user has set one of these thresholds by an environment variable of glibc.
+    Does nothing if the user has set one of these thresholds with an environment variable of glibc.
     """
     if not THRESHOLDS.isdisjoint(os.environ):
         return

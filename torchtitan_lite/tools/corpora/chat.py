@@ -56,7 +56,9 @@ class RenderedChat:
 
     text: str
     turns: list[range]  # ranges of characters that are targets
-    unused: list[str]  # for the summary: columns and message keys that the text does not contain
+    unused: list[
+        str
+    ]  # columns and message keys that the text does not contain; the summary lists them
 
 
 @dataclass

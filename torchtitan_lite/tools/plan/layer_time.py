@@ -67,7 +67,7 @@ class Phases(NamedTuple):
 
 @dataclass
 class LayerTime:
-    """Estimates the time of a layer of a workload on a cluster. All times are in seconds."""
+    """Estimates how long a layer of a workload takes on a cluster. All times are in seconds."""
 
     workload: Workload
     cluster: Cluster

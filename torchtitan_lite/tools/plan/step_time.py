@@ -14,10 +14,10 @@ from torchtitan_lite.tools.plan.layer_time import LayerTime, Phases
 from torchtitan_lite.tools.plan.orders import Action, list_order, shorten
 from torchtitan_lite.tools.plan.timeline import simulate
 
-# ZeRO stage -> bytes that FSDP reads and writes per parameter if there is only one shard: per step, and per microbatch.
-# FSDP casts and copies weights, and concatenates, copies and adds gradients. The numbers were recorded with float32
-# weights (assets/benchmarks/2026-11-29-no-gpu.md). With bfloat16 weights, ZeRO 3 moves 6 bytes less per parameter and
-# microbatch than in this table.
+# ZeRO stage -> two numbers of bytes that FSDP reads and writes per parameter if there is only one shard. The first is
+# per step, the second per microbatch. FSDP casts and copies weights, and concatenates, copies and adds gradients. The
+# numbers were recorded with float32 weights (assets/benchmarks/2026-11-29-no-gpu.md). With bfloat16 weights, ZeRO 3
+# moves 6 bytes less per parameter and microbatch than in this table.
 COPIED_BYTES = {1: (22, 10), 2: (-2, 26), 3: (-12, 46)}
 
 
