@@ -111,7 +111,7 @@ def check_loaded_weights(
         return
     if not weights.manifest:
         why = f"{weights.path} is a Hugging Face folder, which has no optimizer state and no step"
-        remedy = "Leave it out to start from its weights"
+        remedy = "Leave this key out: the run then starts from the weights of this folder"
         problems.refuse("checkpoint.initial_load_model_only", why, remedy)
     elif layout and tokenizer:
         check_continued(problems, weights, fingerprint_documents(problems.config, tokenizer))

@@ -703,7 +703,8 @@ def share_held(bar: Bar, unseen: list[Unseen]) -> float:
 
 
 def share_held_of_others(unseen: list[Unseen]) -> float:
-    """Return the fraction of rows inside an error bar that is computed from the other stacks only."""
+    """Return the fraction of rows that are inside their error bar, if the bar of a row is computed without the row's
+    stack."""
     held = []
     for stack in {row.stack for row, _ in unseen}:
         own = [pair for pair in unseen if pair[0].stack == stack]

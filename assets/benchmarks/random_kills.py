@@ -5,7 +5,7 @@
 
 Each layout trains twice: once undisturbed, and once with a kill every few steps. A kill "during a restart" ends a rank
 that is starting again after the previous kill. "back after" is the number of seconds from the kill until the run logs a
-step again. At the end, weights and optimizer state must be bitwise identical to those of the undisturbed run. Linux
+step again. At the end, weights and optimizer state must be bitwise identical to the state of the undisturbed run. Linux
 only. Arguments choose layouts by name.
 """
 

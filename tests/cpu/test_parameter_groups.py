@@ -1,5 +1,5 @@
-"""Test [[optimizer.groups]]: how the tables are read, which parameters each group has, and that updates equal those of
-torch's optimizers.
+"""Test [[optimizer.groups]]: how the tables are read, which parameters each group has, and whether updates equal the
+updates of torch's optimizers.
 
 tests/layouts.py has layouts with groups.
 """

@@ -300,7 +300,7 @@ def check_table(model_args: ModelArgs) -> Refused:
         is_outside = row in dense or row.child != "feed_forward"
         if row.kind in ("router", "experts") and is_outside:
             why = f"{row.name} is a {row.kind} outside the module feed_forward of a layer with experts"
-            yield "model.name", why, f"Move it there, or use a different kind {place}"
+            yield "model.name", why, f"Move it into feed_forward, or change its kind {place}"
         if row.tp_style not in TP_STYLES.get(row.kind, ()):
             why = f"{row.name} is a {row.kind} module with tp_style {row.tp_style!r}"
             yield "model.name", why, f"Use one of these: {TP_STYLES}, {place}"

@@ -1,8 +1,8 @@
 """Check settings that few configs use: combinations that crash or give wrong results, and keys that need a GPU.
 
 This file is loaded if the model has windows, or if a key outside PLAIN_KEYS (checks.py) differs from its default.
-Otherwise, no rule in this file is checked, so a rule that applies to other configs too belongs in checks.py. The rules
-of an extension belong in features.py.
+Otherwise, no rule in this file is checked, so a rule that applies to other configs too belongs in checks.py. Rules for
+extensions belong in features.py.
 """
 
 import re

@@ -55,7 +55,8 @@ C = 2.0315
 
 
 class HiddenMatrix(NamedTuple):
-    """A hidden parameter: a matrix, or a batch of this rank's experts. An axis is a mesh dim that shards matrices."""
+    """A parameter of a hidden layer: a matrix, or the stacked matrices of this rank's experts. An axis is a mesh dim
+    that shards matrices."""
 
     parameter: Tensor
     owner: tuple  # coordinate of the owner on each axis

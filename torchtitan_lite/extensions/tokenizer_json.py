@@ -185,7 +185,7 @@ def find_eos(config: JsonObject, special_map: JsonObject, ids: dict[str, int]) -
     """Return the id of eos_token. Raises ValueError.
 
     As in transformers, special_tokens_map.json is read first, unless tokenizer_config.json has added_tokens_decoder. If
-    no file names eos_token, use the id that ends a text in transformers' `generate`.
+    eos_token is in none of the files, use the id that ends a text in transformers' `generate`.
     """
     files = [special_map, config]
     if "added_tokens_decoder" in config:

@@ -172,7 +172,7 @@ class HangWatch(AbstractContextManager):
                 if self.is_late():
                     self.written_in_s = self.began_s
                     self.write("rank")
-            elif self.written_in_s != self.began_s:  # the reported step has ended after all
+            elif self.written_in_s != self.began_s:  # the step that was reported as late has ended
                 self.written_in_s = None
                 file = self.name_file("rank")
                 with go_on_unwritten(str(file), self.unwritten):

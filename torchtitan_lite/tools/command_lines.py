@@ -95,7 +95,7 @@ JSON = Option("--json", "print the result as JSON")
 HTML = Option("--html", "write a page with pictures to this file", path)
 GPU = Option(
     "--gpu",
-    f"GPU type: {', '.join(CLUSTERS)} (%(default)s)",
+    "GPU type: %(choices)s (%(default)s)",
     str,
     default="h100",
     choices=tuple(CLUSTERS),
@@ -290,7 +290,7 @@ Only one file is in memory at a time. OUT is complete or does not exist.""",
         (
             Option(
                 "--dtype",
-                "float32, bfloat16 or float16; default: as in the source",
+                "%(choices)s; default: as in the source",
                 str,
                 choices=("float32", "bfloat16", "float16"),
             ),
@@ -360,7 +360,7 @@ folder: metrics.jsonl, config.toml, traces/.""",
             ),
             Option(
                 "--x",
-                "horizontal axis: steps, tokens or hours",
+                "horizontal axis: %(choices)s",
                 str,
                 "steps",
                 choices=("steps", "tokens", "hours"),
@@ -431,7 +431,7 @@ seed. Every run is kept in --out.""",
             Option("number", "number of a lab", count, nargs="?"),
             Option(
                 "action",
-                "default: read the lab",
+                "%(choices)s; default: read the lab",
                 str,
                 nargs="?",
                 choices=("answer", "start", "check"),

@@ -87,7 +87,7 @@ BOUNDS = {  # measure -> largest error of a correct layout; in the order in whic
     # the error of correct layouts is at most 1.2e-4; optimizer state rounded to bfloat16 causes an error of 1.4e-3
     "saved tensor": 5e-4,
 }
-# measures that change if a module is wrong
+# quantities that change if a module computes wrong values
 OF_FORWARD = ("counted tokens", "module output", "loss", "gradients", "expert loads")
 NOT_FINISHED = "not finished"
 

@@ -161,8 +161,8 @@ def gathers_as_zero_stage(step: Observed) -> bool | None:
 
 
 def splits_nodes(step: Observed) -> bool | None:
-    """Return whether FSDP groups are split by node. In an FSDP group that is not split, hpZ has no effect, and qgZ has
-    one exchange."""
+    """Return whether FSDP groups are split by node. If they are not split, hpZ has no effect, and qgZ uses one
+    exchange in place of two."""
     layout = step.run.layout
     uses_nodes = {"hpz", "qgz"} & set(step.config.parallelism.zero_plus_plus)
     return layout.fsdp_far > 1 or layout.efsdp_far > 1 if uses_nodes else None
