@@ -220,6 +220,7 @@ def count_opened(rank: int, world_size: int, many_ranks: int) -> int:
         before = count_sockets()
         group = dist.new_group(backend="gloo")
         opened = count_sockets() - before
+        dist.barrier()  # a rank that is ahead would connect to ranks that have not counted yet
         ones = torch.ones(1)
         dist.all_reduce(ones, group=group)
         assert ones.item() == world_size
