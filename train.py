@@ -74,11 +74,16 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
         return 0
     # ---- data: each data-parallel rank reads its rows of every global batch. Raises CorpusError if a corpus is not on
     # this host
-    data = open_data(config, spec.model_args, spec.layout, spec.tokenizer)
+    data = open_data(config, spec.model_args, spec.tokenizer)
     validation = None
     if config.validation.enable:
         validation = load_module("validation")
-        validation_batches = validation.open_validation(spec)
+        validation_batches = validation.ValidationBatches(
+            data.validation,
+            spec.tokenizer,
+            spec.layout.global_batch_size,
+            config.validation.steps,
+        )
 
     # rank 0 writes config.toml, the log and the records
     folder = spec.written_folder if place.rank == 0 else None
@@ -118,7 +123,7 @@ def main(args: list[str], stop: StopFlag, launched: RunSpec | None = None) -> in
     watch = HangWatch(spec.written_folder, config.comm, run, place, processes, stop)
     watch.start()
     # all ranks: rank 0 broadcasts the steps in the dump folder; all-gather of usable snapshots; all-reduce of errors
-    resumed_step = start_from(run, saver, snapshots, host, restarted=restarted)
+    resumed_step = start_from(run, spec, saver, snapshots, host, restarted=restarted)
 
     # ---- loop
     metrics = RunMetrics(run, spec, folder, resumed_step, place)

@@ -272,7 +272,13 @@ def build_savers(
 
 
 def start_from(
-    run: Run, saver: CheckpointSaver, snapshots: Any, group: dist.ProcessGroup, *, restarted: bool
+    run: Run,
+    spec: RunSpec,
+    saver: CheckpointSaver,
+    snapshots: Any,
+    group: dist.ProcessGroup,
+    *,
+    restarted: bool,
 ) -> int:
     """Load the state that a run starts from. Return the step of that state, or 0 if no state is loaded. Collective over
     all ranks.
@@ -287,4 +293,4 @@ def start_from(
         steps = do_on_rank_0(group, lambda: find_steps(saver.folder))
     if not (steps or snapshots or section.initial_load_path):
         return 0
-    return load_module("resume").resume(run, steps, snapshots, group, restarted=restarted)
+    return load_module("resume").resume(run, spec, steps, snapshots, group, restarted=restarted)

@@ -3,6 +3,7 @@
 Needs no torch.
 """
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
@@ -21,7 +22,13 @@ from torchtitan_lite.config.messages import ConfigError, Problem, Problems, coll
 from torchtitan_lite.config.model_rows import AUTO
 from torchtitan_lite.config.reader import UserConfig
 from torchtitan_lite.config.schema import Config, with_value
-from torchtitan_lite.data.corpus_folder import CorpusError, find_corpus, open_split
+from torchtitan_lite.data.corpus_folder import (
+    CorpusError,
+    choose_split,
+    find_corpus,
+    list_corpora,
+    open_split,
+)
 from torchtitan_lite.data.tokenizer import KEY as TOKENIZER
 from torchtitan_lite.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from torchtitan_lite.models.registry import CONFIG, LENGTH, MODELS
@@ -114,7 +121,7 @@ def check_loaded_weights(
         remedy = "Leave this key out: the run then starts from the weights of this folder"
         problems.refuse("checkpoint.initial_load_model_only", why, remedy)
     elif layout and tokenizer:
-        check_continued(problems, weights, fingerprint_documents(problems.config, tokenizer))
+        check_continued(problems, weights, fingerprint_corpora(problems.config, tokenizer))
         n_before = prod(weights.manifest.run["layout"].values())
         if weights.is_resumed and layout.world_size != n_before:
             share = f"{layout.n_microbatches} microbatches of {layout.microbatch_size} sequences"
@@ -124,17 +131,16 @@ def check_loaded_weights(
             )
 
 
-def fingerprint_documents(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return name -> fingerprint of the training documents, for each corpus that is already prepared."""
-    training = config.training
-    fingerprints = {}
-    for name in training.dataset:
+def fingerprint_corpora(config: Config, tokenizer: Tokenizer) -> Iterator[tuple[str, ...]]:
+    """Yield (config key, name, split, fingerprint) for every corpus that a run reads; "" if it is not prepared."""
+    cache = Path(config.training.cache_folder)
+    for key, name, split, dataset_path in list_corpora(config):
+        fingerprint = ""
         with suppress(CorpusError):
-            folder = find_corpus(
-                name, tokenizer, Path(training.cache_folder), training.dataset_path
-            )
-            fingerprints[name] = open_split(folder, "train", tokenizer).hash_split("train")
-    return fingerprints
+            folder = find_corpus(name, tokenizer, cache, dataset_path)
+            files = choose_split(name, split)
+            fingerprint = open_split(folder, files, tokenizer).splits[files].fingerprint
+        yield key, name, split, fingerprint
 
 
 def find_fingerprint(weights: Weights) -> str | None:

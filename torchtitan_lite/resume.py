@@ -12,8 +12,8 @@ other file is renamed or deleted before a state has been loaded. After the load,
 and snapshots of other runs are deleted. With checkpoint.load_only, nothing is renamed or deleted.
 """
 
-import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite.build import Run
-from torchtitan_lite.checkpoint.continued import check_continued, excludes_moments
-from torchtitan_lite.checkpoint.format import CheckpointError, Manifest
+from torchtitan_lite.checkpoint.continued import excludes_moments
+from torchtitan_lite.checkpoint.format import Manifest
 from torchtitan_lite.checkpoint.load import (
     Saved,
     create_optimizer_state,
@@ -33,13 +33,21 @@ from torchtitan_lite.checkpoint.save import do_on_rank_0, name_weights, raise_on
 from torchtitan_lite.checkpoint.starting_weights import describe_checkpoint, names_step
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import ConfigError, Problems
+from torchtitan_lite.from_weights import check_loaded_weights
 from torchtitan_lite.models.registry import CONFIG
+from torchtitan_lite.preflight import RunSpec
 
 logger = logging.getLogger(__name__)
 
 
 def resume(
-    run: Run, steps: list[int], snapshots: Any, group: dist.ProcessGroup, *, restarted: bool
+    run: Run,
+    spec: RunSpec,
+    steps: list[int],
+    snapshots: Any,
+    group: dist.ProcessGroup,
+    *,
+    restarted: bool,
 ) -> int:
     """Load the newest state. Return the step of that state, or 0 if only weights are loaded. Collective over all ranks.
 
@@ -55,7 +63,7 @@ def resume(
     found = sorted(checkpoints + snapshotted, key=lambda saved: saved.step, reverse=True)
     if found:
         if found[0] in snapshotted:
-            check_snapshot(run, snapshots, found[0].path)
+            check_snapshot(spec, found[0].path)
         step = restore_run(found, run, group)
     else:
         step = load_initial(run, group)
@@ -77,22 +85,16 @@ def quarantine(damaged: list[Path]) -> None:
         logger.error(f"{final} was renamed to {final.rename(aside)}; its steps are trained again")
 
 
-def check_snapshot(run: Run, snapshots: Any, path: Path) -> None:
-    """Log each key that has changed since the snapshot was saved. For checkpoints, preflight does this.
+def check_snapshot(spec: RunSpec, path: Path) -> None:
+    """Check a snapshot by the rules for checkpoints, which preflight applies, and log the notices.
 
-    Raises ConfigError if a key has changed that must not change, and CheckpointError if the model, the tokenizer or the
-    documents have changed.
+    Raises ConfigError if the run cannot continue from the snapshot.
     """
-    weights = describe_checkpoint(path)
-    problems = Problems(run.config)
-    check_continued(problems, weights, documents={})
+    weights = replace(describe_checkpoint(path), is_resumed=True)
+    problems = Problems(spec.config, spec.model_args)
+    check_loaded_weights(problems, spec.layout, spec.tokenizer, weights)
     if problems:
         raise ConfigError(problems)
-    if json.dumps(weights.manifest.fingerprint) != json.dumps(snapshots.saver.manifest.fingerprint):
-        why = f"{path} was saved with a different model, tokenizer or set of documents"
-        raise CheckpointError(
-            f"{why}. Use the settings of the earlier start, or start another run in a new job.dump_folder"
-        )
     for notice in problems.notices:
         logger.info(notice)
 

@@ -19,7 +19,6 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import (
     Corpus,
     SampleReader,
-    open_reader,
     prefetch,
     rows_of_rank,
 )
@@ -27,7 +26,6 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.model.batch import Batch
 from torchtitan_lite.model.loss import IGNORE_INDEX
 from torchtitan_lite.parallel.fsdp import free_gathered
-from torchtitan_lite.preflight import RunSpec
 from torchtitan_lite.step import run_schedule, shard_for_cp, stage_kwargs
 
 logger = logging.getLogger(__name__)
@@ -81,14 +79,6 @@ def count_bytes(tokenizer: Tokenizer, corpora: list[Corpus]) -> Tensor:
     for token_id in tokenizer.bytes_of_id.keys() - tokenizer.special.values():
         n_bytes[token_id] = len(tokenizer.bytes_of_id[token_id])
     return n_bytes
-
-
-def open_validation(spec: RunSpec) -> ValidationBatches:
-    """Open the prepared corpora of a run for validation. No communication. Raises CorpusError."""
-    reader = open_reader(spec.config, spec.model_args, spec.tokenizer, "validation")
-    return ValidationBatches(
-        reader, spec.tokenizer, spec.layout.global_batch_size, spec.config.validation.steps
-    )
 
 
 # ---------------------------------------------------------------- a run

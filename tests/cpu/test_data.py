@@ -62,7 +62,8 @@ class Case:
         self, n_rows: int, weights: list[float] | None = None, *, restart_positions: bool = False
     ) -> SampleStream:
         reader = SampleReader(open_folders(self.folders), self.seq_len, 2**16, restart_positions)
-        return SampleStream(reader, make_sampler(reader.n_samples, weights, seed=5), n_rows)
+        sampler = make_sampler(reader.n_samples, weights, seed=5)
+        return SampleStream(reader, sampler, n_rows, {}, reader)
 
     def cut_by_hand(self, *, restart: bool = False) -> list[tuple[list[int], ...]]:
         """Return the rows (tokens, targets, positions, doc_ids) of all samples in their order."""

@@ -29,7 +29,7 @@ from torchtitan_lite.config.model_rows import ModelArgs, ModelTable, ModuleRow, 
 from torchtitan_lite.config.reader import read_config
 from torchtitan_lite.config.schema import with_value
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.from_weights import fingerprint_documents
+from torchtitan_lite.from_weights import fingerprint_corpora
 from torchtitan_lite.models.registry import MODELS
 from torchtitan_lite.preflight import SHIPPED_TOKENIZER, RunSpec, resolve
 from torchtitan_lite.tools.plan.planned_run import plan_run
@@ -71,11 +71,16 @@ def write_hugging_face(name: str, args: ModelArgs, context: int | None = None) -
     write_tensors(args, Path(name), zeros, context=context)
 
 
-def write_letters(last: int = 2) -> None:
-    """Write the corpus letters/, whose only document ends with the id `last`."""
+def write_letters(last: int = 2, held_out: int = 1) -> None:
+    """Write the corpus letters/. Its training document ends with the id `last`, its validation document is
+    `held_out`."""
     fingerprint = load_tokenizer(SHIPPED_TOKENIZER).fingerprint
-    documents = [[[1, last]]]
-    write_corpus(Path("letters"), documents, validation=[[[1]]], tokenizer_fingerprint=fingerprint)
+    write_corpus(
+        Path("letters"),
+        [[[1, last]]],
+        validation=[[[held_out]]],
+        tokenizer_fingerprint=fingerprint,
+    )
 
 
 def prepare(*args: str, **options) -> RunSpec:
@@ -261,8 +266,8 @@ def test_a_key_without_effect_is_a_notice_and_an_impossible_value_is_a_problem()
 def save(step: int, *args: str, tensors: dict[str, torch.Tensor] = STATE) -> Path:
     """Write the files of a run that has saved `step`. Return the checkpoint."""
     spec = prepare(*args)
-    documents = fingerprint_documents(spec.config, spec.tokenizer).values()
-    fingerprint = {"shape": asdict(spec.model_args), "documents": [*documents]}
+    documents = [each[-1] for each in fingerprint_corpora(spec.config, spec.tokenizer)]
+    fingerprint = {"shape": asdict(spec.model_args), "documents": documents}
     final = spec.dump_folder / "checkpoint" / f"step-{step}"
     return write_checkpoint(final, spec.config, tensors, spec.layout.degrees, **fingerprint)
 
@@ -342,12 +347,16 @@ def test_a_run_from_a_checkpoint_of_this_trainer_balances_its_experts_as_before(
         shutil.rmtree("first")
 
 
-def test_a_corpus_that_changed_under_the_same_name_is_refused():
+def test_a_change_of_training_documents_is_refused_and_one_of_validation_documents_is_a_notice():
     write_letters()
-    save(9, LETTERS)
+    save(9, LETTERS, "--validation.enable")
     Path("letters").rename("moved")
     write_letters(last=3)
-    assert_refused(LETTERS, "training.dataset: documents of letters have changed")
+    assert_refused(LETTERS, "training.dataset: documents of letters (train) have changed")
+    shutil.rmtree("letters")
+    write_letters(held_out=2)
+    notices = "".join(prepare(LETTERS, "--validation.enable").notices)
+    assert "documents of letters (validation) have changed" in notices
     Path("elsewhere").mkdir()
     Path("moved").rename("elsewhere/letters")
     assert prepare("--training.dataset=elsewhere/letters").resumed_step == 9

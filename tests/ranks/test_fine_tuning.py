@@ -168,7 +168,7 @@ def train_in_transformers(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train in a separate loop with these learning rates. Return the losses and the weights."""
     run = resolve(["--config=debug", *keys], machine=LAPTOP, n_ranks=1)
-    data = open_data(run.config, run.model_args, run.layout, run.tokenizer)
+    data = open_data(run.config, run.model_args, run.tokenizer)
     theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     # with a padding_idx, the embedding row of this token would have no gradient
     theirs.model.embed_tokens.padding_idx = None

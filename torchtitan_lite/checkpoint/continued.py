@@ -5,6 +5,7 @@ the run, "note" prints both values, and "free" prints nothing. preflight compare
 tokenizer with the fingerprint in the manifest.
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
@@ -46,10 +47,12 @@ def list_different(config: Config, manifest: Manifest) -> dict[str, tuple[object
     return different
 
 
-def check_continued(problems: Problems, weights: Weights, documents: dict[str, str]) -> None:
+def check_continued(
+    problems: Problems, weights: Weights, corpora: Iterable[tuple[str, ...]]
+) -> None:
     """Compare a resolved config with the run that saved `weights`, and add problems and notices to `problems`.
 
-    `documents`: name of a corpus -> current fingerprint of its documents.
+    `corpora`: (config key, name, split, fingerprint) of each corpus that the run reads; "": the fingerprint is unknown.
     """
     config = problems.config
     notices = problems.notices
@@ -75,14 +78,19 @@ def check_continued(problems: Problems, weights: Weights, documents: dict[str, s
             notices.append(f"{key} is now {value!r}; {path} was trained with {before!r}")
     if any(key == "optimizer.lr" or key.startswith("lr_scheduler.") for key in different):
         notices.append(describe_rates(config, weights))
+    # older versions of this code saved no fingerprints of validation documents
     saved_documents = manifest.fingerprint.get("documents", [])
-    for name, before in zip(config.training.dataset, saved_documents, strict=False):
-        if documents.get(name, before) != before:
-            why = f"the documents of {name} have changed since {path} was saved"
-            problems.refuse("training.dataset", why, f"Put them back, or {new_run}")
+    for (key, name, split, now), before in zip(corpora, saved_documents, strict=False):
+        why = f"the documents of {name} ({split}) have changed since {path} was saved"
+        if now in ("", before) or key in different:
+            continue
+        if split == "train":
+            problems.refuse(key, why, f"Put them back, or {new_run}")
+        else:
+            notices.append(f"{why}, so val_loss is not comparable with earlier steps")
     n_steps = config.training.steps
     if manifest.step >= n_steps:
-        if not weights.is_resumed:
+        if manifest.host or not weights.is_resumed:  # a snapshot, or initial_load_path
             why = f"the run continues from {path}, which is already at step {manifest.step}"
             remedy = f"Set it to more than {manifest.step}, or {new_run}"
             problems.refuse("training.steps", why, remedy)

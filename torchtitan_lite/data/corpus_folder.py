@@ -54,6 +54,11 @@ class CorpusSplit:
     n_text_bytes: int  # in UTF-8
     sha256: dict[str, str]  # suffix of a file -> hash of its content
 
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the split's tokens, documents and targets."""
+        return hashlib.sha256(json.dumps(self.sha256).encode()).hexdigest()
+
 
 @dataclass(frozen=True)
 class CorpusManifest:
@@ -63,10 +68,6 @@ class CorpusManifest:
     tokenizer: str  # Tokenizer.fingerprint
     splits: dict[str, CorpusSplit]
     format: int = CORPUS_FORMAT
-
-    def hash_split(self, split: str) -> str:
-        """Return a hash of the split's tokens, documents and targets."""
-        return hashlib.sha256(json.dumps(self.splits[split].sha256).encode()).hexdigest()
 
 
 def dump_manifest(manifest: CorpusManifest) -> str:
@@ -192,6 +193,11 @@ DATASETS: dict[str, Callable[[str], list[Path]]] = {
     "c4_test": partial(list_downloaded, "tests/assets/c4_test", "*.json*", "Check out torchtitan"),
 }
 VALIDATION_ONLY = {"c4_validation"}  # all documents are for validation
+
+
+def choose_split(name: str, split: str) -> str:
+    """Return the prefix of the files to read. If a corpus is only for validation, all its documents are in train.*."""
+    return "train" if name in VALIDATION_ONLY else split
 
 
 def list_corpus_files(name: str, dataset_path: str) -> list[Path]:

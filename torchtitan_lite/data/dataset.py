@@ -24,7 +24,7 @@ import mmap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -33,12 +33,11 @@ from torch import Tensor
 
 from torchtitan_lite.config.choices import ATTENTIONS
 from torchtitan_lite.config.extensions import load_module
-from torchtitan_lite.config.layout import Layout
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.corpus_folder import (
-    VALIDATION_ONLY,
     CorpusError,
+    choose_split,
     find_prepared,
     list_corpora,
     open_split,
@@ -78,10 +77,8 @@ class Corpus:
         """Open the split "train" or "validation" of a corpus named as in training.dataset. Raises CorpusError."""
         self.name = name
         folder = find_prepared(name, tokenizer, cache_folder, dataset_path)
-        if name in VALIDATION_ONLY:
-            split = "train"
+        split = choose_split(name, split)
         manifest = open_split(folder, split, tokenizer)
-        self.fingerprint = manifest.hash_split(split)  # hash of tokens, documents and targets
         self.sizes = manifest.splits[split]
         self.n_tokens = self.sizes.n_tokens
         path = folder / split
@@ -236,8 +233,9 @@ class SampleStream:
     reader: SampleReader
     sampler: Sampler
     global_batch_size: int
-    # a resumed checkpoint must have the same fingerprint
-    fingerprint: dict[str, object] = field(default_factory=dict)
+    # a resumed checkpoint must have the same fingerprint; validation documents may differ
+    fingerprint: dict[str, object]
+    validation: SampleReader  # has no corpora if validation is off
 
     def describe(self, n_steps: int) -> str:
         """Describe the corpora that a run of `n_steps` reads, and the number of epochs of each."""
@@ -294,32 +292,22 @@ def prefetch(
 # ---------------------------------------------------------------- data of a run
 
 
-def open_reader(
-    config: Config, model_args: ModelArgs, tokenizer: Tokenizer, split: str
-) -> SampleReader:
-    """Open the corpora that a run reads for "train" or "validation". Raises CorpusError."""
+def open_data(config: Config, model_args: ModelArgs, tokenizer: Tokenizer) -> SampleStream:
+    """Open the prepared corpora of a run. `config` is resolved. No communication. Raises CorpusError."""
     training = config.training
     cache = Path(training.cache_folder)
     corpora = [
         Corpus(name, tokenizer, cache, split=split, dataset_path=path)
-        for _, name, used_for, path in list_corpora(config)
-        if used_for == split
+        for _, name, split, path in list_corpora(config)
     ]
-    return SampleReader(
-        corpora,
+    n_training = len(training.dataset)  # the corpora after these are for validation
+    reader = SampleReader(
+        corpora[:n_training],
         training.seq_len,
         model_args.vocab_size,
         restart_positions=ATTENTIONS[config.model.attention].uses_documents,
         fields=find_fields(training.loss, model_args.name),
     )
-
-
-def open_data(
-    config: Config, model_args: ModelArgs, layout: Layout, tokenizer: Tokenizer
-) -> SampleStream:
-    """Open the prepared corpora of a run for training. `config` is resolved. No communication. Raises CorpusError."""
-    training = config.training
-    reader = open_reader(config, model_args, tokenizer, "train")
     sampler = Sampler(reader.n_samples, training.data_seed)
     if training.dataset_weights:
         sampler = load_module("data.weighted_sampler").WeightedSampler(
@@ -328,8 +316,9 @@ def open_data(
     # Checkpoints store the fingerprint. Runs with equal fingerprints and configs have the same samples in the same
     # order.
     fingerprint = {
-        "documents": [corpus.fingerprint for corpus in reader.corpora],
+        "documents": [corpus.sizes.fingerprint for corpus in corpora],
         "tokenizer": tokenizer.fingerprint,
         "shape": asdict(model_args),
     }
-    return SampleStream(reader, sampler, layout.global_batch_size, fingerprint)
+    validation = replace(reader, corpora=corpora[n_training:])
+    return SampleStream(reader, sampler, training.global_batch_size, fingerprint, validation)

@@ -87,7 +87,7 @@ def meet_processes(
         pid, hostname, theirs = json.loads(answer)
         processes[rank] = (pid, hostname)
         if theirs != documents:
-            why = f"{hostname} and {own[1]} have different documents in training.dataset"
+            why = f"{hostname} and {own[1]} have different documents in training.dataset or validation.dataset"
             raise UserError(f"{why}. Copy the prepared corpus from one host to all others")
     return processes
 
