@@ -613,7 +613,7 @@ FORKS |= {
     ),
     "a decay": Fork(
         ("--lr_scheduler.decay_type=square", "--lr_scheduler.warmup_steps=1"),
-        'config/choices.py | DECAYS: | "square": lambda progress: 1 - progress**2,',
+        'config/choices.py | DECAYS: | "square": lambda progress: 1 - 1.2 * progress**2,',
     ),
     "a corpus": Fork(
         ("--training.dataset=own_sources",),

@@ -108,10 +108,8 @@ class RunMetrics:
             spec.model_args, training.seq_len, spec.config.model.attention
         )
         self.peak_flops = peak_flops(spec.machine.name) if run.device.type == "cuda" else None
-        # one value per step since the last record
-        self.times_s: list[float] = []
-        self.data_times_s: list[float] = []
-        self.grad_norms: list[float] = []
+        # (time_s, data_time_s, grad_norm) of each step since the last record
+        self.steps: list[tuple[float, float, float]] = []
         self.was_skipped = False  # whether the previous step was skipped
         self.first_s = math.nan  # time of the first record
         self.sinks: list[Any] = []
@@ -147,28 +145,27 @@ class RunMetrics:
         """
         if self.place.rank > 0:
             return  # all ranks have the same loss and norm, and rank 0 writes them
-        self.times_s.append(time_s)
-        self.data_times_s.append(data_time_s)
-        self.grad_norms.append(grad_norm)
+        self.steps.append((time_s, data_time_s, grad_norm))
         is_always_logged = step <= self.resumed_step + N_FIRST or step == self.n_steps
         is_due = is_always_logged or step % self.spec.config.metrics.log_freq == 0
         if not (validation or is_due or self.was_skipped) and is_applied:
             return
-        n_steps = len(self.times_s)
-        total_s = sum(self.times_s)
+        n_steps = len(self.steps)
+        times_s, data_times_s, grad_norms = zip(*self.steps, strict=True)
+        total_s = sum(times_s)
         speed = n_steps * self.tokens_per_step / total_s / self.run.layout.world_size
         fields = {
             "loss": result.loss.item(),
             "grad_norm": grad_norm,
-            "grad_norm_max": max(self.grad_norms),
+            "grad_norm_max": max(grad_norms),
             # the learning rates of this step: the scheduler is already one step ahead
             **list_rates(self.spec.config, self.run.lr_scheduler.last_epoch - 1),
             # number of tokens that all ranks have read since step 1
             "tokens": step * self.tokens_per_step,
             **describe_speed(speed, self.flops, self.peak_flops),
             "step_time_s": total_s / n_steps,
-            "data_time_s": sum(self.data_times_s) / n_steps,
-            "data_time_share": sum(self.data_times_s) / total_s,
+            "data_time_s": sum(data_times_s) / n_steps,
+            "data_time_share": sum(data_times_s) / total_s,
             "remaining_s": self.estimate_remaining(step),
             **read_peak_memory(self.run.device),
         }
@@ -180,8 +177,7 @@ class RunMetrics:
         if validation:
             self.record("validation", step, **validation)
         self.was_skipped = not is_applied
-        for figures in (self.times_s, self.data_times_s, self.grad_norms):
-            figures.clear()
+        self.steps.clear()
 
     def estimate_remaining(self, step: int) -> float | None:
         """Return the seconds until the last step, at the average speed since the first record.

@@ -284,7 +284,8 @@ SAID = f"""
 --training.global_batch_size 6 | 4 | Use 4 or 8
 --training.local_batch_size 6 --training.global_batch_size 9 | 2 | Use 8 or 10
 {CP}=3 --training.seq_len=64 | 3 | Use 60 or 66
-{TP}=2 --{P}data_parallel_shard_degree=2 | 3 | Use a multiple of 2 ranks
+{TP}=2 --{P}data_parallel_shard_degree=2 | 3 | -1, and use a multiple of 2 ranks.
+--{P}data_parallel_shard_degree=2 | 3 | Set this key to -1.
 {FLOAT8} {CP}=2 --training.seq_len=40 --training.local_batch_size=1 | 2 | Use a multiple of 32
 {PP}=8 | 8 | Use 6 layers or more
 debug_3d | 8 | Write --config debug_3d
@@ -408,7 +409,7 @@ ANSWERS = f"""
 --training.global_batch_size=-1                     | ELASTIC NNODES=1:2 | | NNODES
 | ELASTIC NNODES=3:4 | | training.global_batch_size: on 3 of 4 hosts, 3 data-parallel ranks
 {TP}=2 | ELASTIC NNODES=1:2 | | {P}data_parallel_shard_degree: on 1 of 2 hosts, the degrees (tp2)
---{P}data_parallel_shard_degree=2 | ELASTIC NNODES=1:2 || {P}data_parallel_shard_degree: set this key to -1
+--{P}data_parallel_shard_degree=2 | ELASTIC NNODES=1:2 || {P}data_parallel_shard_degree: Set this key to -1
                                                     | NGPU=16        | EIGHT_H100 | NGPU
 --config llama3_8b                                  | NGPU=8         | HOST_119 | model.flavor
 --config llama3_8b                                  | NGPU=8         | HOST_120 | 8

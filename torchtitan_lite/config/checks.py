@@ -109,7 +109,9 @@ def check_layout(config: Config, model_args: ModelArgs, layout: Layout, world_si
     if layout.world_size != world_size:
         others = layout.world_size // layout.dp_shard
         why = f"the degrees ({layout}) make {layout.world_size} ranks, but the run has {world_size}"
-        remedy = f"Use a multiple of {others} ranks, and set this key to -1"
+        remedy = "Set this key to -1"
+        if others > 1:
+            remedy += f", and use a multiple of {others} ranks"
         yield "parallelism.data_parallel_shard_degree", why, remedy
     pieces = count_pieces(config.parallelism)
     seq_len = config.training.seq_len

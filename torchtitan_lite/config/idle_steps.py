@@ -1,4 +1,5 @@
-"""Find steps whose learning rate is 0. Loaded only if the schedule is shorter than the run, or if optimizer.lr is 0."""
+"""Find steps whose learning rate is not above 0. Loaded only if the schedule is shorter than the run, or if the last
+rate is not above 0."""
 
 from bisect import bisect_left
 
@@ -11,7 +12,7 @@ NEGLIGIBLE = 1e-14
 
 
 def describe_idle_steps(config: Config, resumed_step: int) -> list[str]:
-    """Return a notice if the rate is 0 before the last step, or if the rate never decays."""
+    """Return a notice if the rate is not above 0 before the last step, or if the rate never decays."""
     section = config.lr_scheduler
     n_steps = config.training.steps
     peak = config.optimizer.lr

@@ -44,21 +44,20 @@ def list_rates(config: Config, step: int) -> dict[str, float]:
 
 
 def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
-    """Return a notice if the learning rate is 0 before the last step, and a notice if the rate never reaches its peak.
+    """Return a notice if the learning rate is not above 0 before the last step, and a notice if the rate never reaches
+    its peak.
 
     `config` is resolved.
     """
     section = config.lr_scheduler
     n_steps = config.training.steps
+    last = learning_rate_factor(section, n_steps - 1)
     notices = []
-    if section.total_steps < n_steps or config.optimizer.lr == 0:
+    if section.total_steps < n_steps or config.optimizer.lr * last <= 0:
         notices += load_module("config.idle_steps").describe_idle_steps(config, resumed_step)
-    if section.warmup_steps > n_steps:
-        highest = learning_rate_factor(section, n_steps - 1)
-        if highest < 0.999:
-            notices.append(
-                "lr_scheduler.warmup_steps exceeds the number of steps "
-                f"({section.warmup_steps} > {n_steps}): "
-                f"the learning rate only reaches {100 * highest:.3g}% of optimizer.lr"
-            )
+    if section.warmup_steps > n_steps and last < 0.999:
+        notices.append(
+            f"lr_scheduler.warmup_steps exceeds the number of steps ({section.warmup_steps} > {n_steps}): "
+            f"the learning rate only reaches {100 * last:.3g}% of optimizer.lr"
+        )
     return notices
