@@ -25,7 +25,7 @@ from torchtitan_lite.components.log import go_on_unwritten
 from torchtitan_lite.config.extensions import load_extension
 from torchtitan_lite.config.messages import Refused
 from torchtitan_lite.config.reader import dump_config_toml
-from torchtitan_lite.config.schema import Config, get_value, with_value
+from torchtitan_lite.config.schema import Config, with_value
 from torchtitan_lite.files import replace_text
 
 logger = logging.getLogger(__name__)
@@ -41,14 +41,18 @@ METRICS = "metrics.jsonl"
 def check_files(config: Config, restarted: bool) -> Refused:
     """Find every problem with the paths of a run. If torchrun `restarted` the job, existing files belong to this
     job."""
+    section = config.checkpoint
     dump_folder = Path(config.job.dump_folder)
-    keys = ["training.cache_folder"]
-    if not config.checkpoint.load_only:
-        keys.append("job.dump_folder")
-        if config.checkpoint.local_folder:
-            keys.append(LOCAL_FOLDER)
-    for key in keys:
-        path = Path(get_value(config, key)).absolute()
+    checkpoints = dump_folder / section.folder
+    folders = {"training.cache_folder": Path(config.training.cache_folder)}
+    if not section.load_only:
+        folders["job.dump_folder"] = dump_folder
+        if checkpoints.exists():
+            folders["checkpoint.folder"] = checkpoints
+        if section.local_folder:
+            folders[LOCAL_FOLDER] = Path(section.local_folder)
+    for key, folder in folders.items():
+        path = folder.absolute()
         nearest = find_nearest(path)
         needed = os.W_OK | os.X_OK
         if nearest == path:
@@ -60,7 +64,7 @@ def check_files(config: Config, restarted: bool) -> Refused:
         yield "job.dump_folder", "it is empty", 'Set it to a folder; "." is the current folder'
     has_run = (dump_folder / CONFIG_TOML).exists() or (dump_folder / METRICS).exists()
     if has_run and not (config.job.overwrite or restarted):
-        yield from load_extension("overwrite").check_earlier(config.checkpoint, dump_folder)
+        yield from load_extension("overwrite").check_earlier(section, dump_folder)
 
 
 def find_nearest(path: Path) -> Path:

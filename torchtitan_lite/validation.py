@@ -135,8 +135,7 @@ def validate(
         dist.all_reduce(received, op=dist.ReduceOp.MAX)
         # true if any rank has received a signal; reading the value makes the host wait
         if received:
-            why = "because a signal stops the run"
-            logger.info(f"step {step}: the validation is skipped, {why}")
+            logger.info(f"step {step}: the validation is skipped, because a signal stops the run")
             return None
         batch = shard_for_cp(run, batch)
         sums += measure_loss(forward_only(run, batch, one), batch, bytes_of_tokens)

@@ -157,7 +157,8 @@ FOLDERS_OF_KEYS = f"""
 job.dump_folder | file/run | job.dump_folder
 job.dump_folder | broken/run | job.dump_folder
 training.cache_folder | file/cache | training.cache_folder
-{LOCAL} | there | {LOCAL}
+{LOCAL} | run/there | {LOCAL}
+checkpoint.folder | there | checkpoint.folder
 {LOCAL} | new |
 """
 
@@ -166,13 +167,13 @@ training.cache_folder | file/cache | training.cache_folder
 def test_a_folder_that_cannot_be_read_or_hold_files_is_refused(
     key, path, refused, tmp_path, monkeypatch
 ):
-    """For root, os.access allows everything, so a stub denies read access to every folder, and allows all other
-    access."""
+    """For root, os.access allows everything, so a stub denies read access to folders named `there`, and allows all
+    other access."""
     monkeypatch.chdir(tmp_path)
-    Path("there").mkdir()
+    Path("run/there").mkdir(parents=True)
     Path("file").touch()
     Path("broken").symlink_to("nowhere")
-    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.R_OK)
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "there" or not mode & os.R_OK)
     keys = {"job.dump_folder": "run", "training.cache_folder": "cache", key: path}
     found = check_files(override(Config(), keys), False)
     assert "".join(key for key, _, _ in found) == refused

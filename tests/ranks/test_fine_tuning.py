@@ -118,10 +118,6 @@ def write_text(folder: Path, tokenizer_folder: Path) -> list[str]:
     return [f"--training.dataset={folder}", *SHORT.split()]
 
 
-def read_json(folder: Path, name: str = "config.json") -> dict:
-    return load_json(folder / name)
-
-
 @each_row("name", CASES, slow=SLOW)
 def test_a_fine_tuned_model_is_exported_and_gives_the_same_results_in_transformers(
     name, run_training, tmp_path, run_json
@@ -133,8 +129,8 @@ def test_a_fine_tuned_model_is_exported_and_gives_the_same_results_in_transforme
     run_training(tmp_path / "run", [*keys, "--training.steps=3"], case.n_ranks)
 
     # from here on the machine has the checkpoint and the tokenizer, but not the Hugging Face folder
-    config = read_json(source)
-    generation_config = read_json(source, "generation_config.json")
+    config = load_json(source / "config.json")
+    generation_config = load_json(source / "generation_config.json")
     (tmp_path / "tokenizer").mkdir()
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.move(source / file, tmp_path / "tokenizer" / file)
@@ -148,8 +144,8 @@ def test_a_fine_tuned_model_is_exported_and_gives_the_same_results_in_transforme
 
     dtype_key = "torch_dtype" if "torch_dtype" in config else "dtype"
     assert config[dtype_key] == case.dtype
-    assert read_json(out) == {**config, dtype_key: "float32"}
-    assert read_json(out, "generation_config.json") == generation_config
+    assert load_json(out / "config.json") == {**config, dtype_key: "float32"}
+    assert load_json(out / "generation_config.json") == generation_config
 
     theirs = AutoModelForCausalLM.from_pretrained(out)
     after = theirs.state_dict()

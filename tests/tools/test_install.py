@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from folders import copy_repository
+from folders import copy_repository, list_files
 from programs import run_python
 
 from torchtitan_lite import REPOSITORY
@@ -45,8 +45,8 @@ def site(wheel) -> Path:
 
 
 def run(site: Path, folder: Path, *args: object) -> subprocess.CompletedProcess:
-    variables = {"PYTHONPATH": str(site), "NGPU": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return run_python(*args, folder=folder, **variables)
+    variables = {"NGPU": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    return run_python(*args, folder=folder, PYTHONPATH=str(site), **variables)
 
 
 @pytest.fixture
@@ -92,7 +92,3 @@ def test_an_installed_package_trains_in_any_folder_and_writes_there_only(site, t
     tool("train --config debug --training.steps 1 --validation.no_enable")
     assert (tmp_path / "outputs" / "debug" / "metrics.jsonl").is_file()
     assert list_files(site) == before
-
-
-def list_files(site: Path) -> list[Path]:
-    return sorted(path for path in site.rglob("*") if "__pycache__" not in path.parts)

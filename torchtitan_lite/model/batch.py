@@ -42,9 +42,9 @@ class Batch:
                     f"every batch has a field {name}. Give the extra field a different name"
                 )
             if values.shape[:2] != self.tokens.shape:
-                why = f"the field {name} of a batch has the shape {tuple(values.shape)}"
                 raise UserError(
-                    f"{why}. Return (B, S, ...), for example by expand_as(batch.tokens)"
+                    f"the field {name} of a batch has the shape {tuple(values.shape)}. "
+                    "Return (B, S, ...), for example by expand_as(batch.tokens)"
                 )
         return replace(self, extra=extra)
 
