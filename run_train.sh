@@ -21,11 +21,11 @@ What it does:
 The working directory does not change. Exit status: 0 trained, 2 refused by check, 1 failed, 128 + number if a signal
 stopped the run: 130 Ctrl-C, 143 SIGTERM.
 
-On Ctrl-C, SIGTERM, SIGQUIT or a closed terminal (SIGHUP), to any process of the run, all ranks finish the step,
-save a checkpoint if checkpoint.enable is set, print the command that resumes, and exit. All signals within 5 s count as
-one, because timeout, systemd and scancel signal every process. A later signal ends the run immediately. Even the first
-signal ends the run immediately if the step hangs. The same holds before the end of the first step, because there is
-nothing to save.
+On Ctrl-C, SIGTERM, SIGQUIT, SIGUSR1 or a closed terminal (SIGHUP), to any process of the run, all ranks finish the
+step, save a checkpoint if checkpoint.enable is set, print the command that resumes, and exit. All signals within 5 s
+count as one, because timeout, systemd and scancel signal every process. A later signal ends the run immediately. Even
+the first signal ends the run immediately if the step hangs. The same holds before the end of the first step, because
+there is nothing to save.
 
 Environment:
   CONFIG_FILE    same as --config; --config wins if both are given

@@ -67,7 +67,7 @@ def train_step(run: Run, batch: Batch, stop_signal: int = 0) -> StepResult:
     trained = {fqn: own.grad for fqn, own in run.parameters.items() if own.requires_grad}
     require_gradients(trained)
     squares = sum_gradient_squares(run.parameters.values())
-    # all-reduces 48 bytes over all ranks
+    # all-reduces 56 bytes over all ranks
     grad_norm, loss, stops = reduce_scalars(squares, local_loss / run.layout.tp, stop_signal)
     for wait in run.before_update:
         wait()  # asynchronous saves may still be copying the tensors that change below
@@ -180,7 +180,7 @@ def count_global_tokens(run: Run, batch: Batch) -> Tensor:
 def reduce_scalars(
     squares: Tensor, loss: Tensor, stop_signal: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All-reduce gradient norm, loss, and the signals that ranks received: one call of 48 bytes over all ranks.
+    """All-reduce gradient norm, loss, and the signals that ranks received: one call of 56 bytes over all ranks.
 
     `squares`: the result of `sum_gradient_squares`. `loss`: this rank's share of the loss, (). `stop_signal`: the
     signal that this rank received, one of SIGNALS, or 0. Returns norm and loss, () fp32, and the number of ranks that

@@ -76,6 +76,7 @@ SIGTERM, and the temporary folder is gone | if rank == '0': \
     import glob, shutil; shutil.rmtree(*glob.glob(f'{os.environ["TMPDIR"]}/torchtitan_lite.*')) \
     | SIGTERM | 143 | stopped by SIGTERM
 a closed terminal | | SIGHUP | 129 | stopped by SIGHUP
+a warning before the time limit | | SIGUSR1 | 138 | stopped by SIGUSR1
 SIGTERM, and the peer of a failed rank ends first | wait(stop)\n    if rank == '1': raise OSError('disk full')\n \
        time.sleep(0.5); stop.end(signal.SIGTERM, 'because it has lost a peer') \
     | SIGTERM | 1 | rank 1 failed: OSError: disk full

@@ -1,6 +1,7 @@
 """Stop all ranks after the same step if any rank gets a signal.
 
-Signals come from Ctrl-C, scancel, preemption, the notice of a spot instance, or a closed terminal.
+Signals come from Ctrl-C, scancel, preemption, the notice of a spot instance, a closed terminal, or a scheduler that
+warns a job before its time limit (SIGUSR1).
 
     rank that gets a signal   step s - 1 ... | forward, backward | all-reduce | update | save, end
                               stores it                            sends it
@@ -39,7 +40,7 @@ from typing import NoReturn
 logger = logging.getLogger(__name__)
 
 # If ranks get different signals, the signal that is last in this order stops the run.
-SIGNALS = (signal.SIGQUIT, signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+SIGNALS = (signal.SIGUSR1, signal.SIGQUIT, signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 STOPPED = tuple(128 + number for number in SIGNALS)  # exit statuses of a rank that a signal stopped
 COPIES_ARRIVE_WITHIN_S = 5.0
 
@@ -108,10 +109,10 @@ class StopFlag:
         if not self.received:
             self.received = received
             self.received_at_s = now_s
-            later = (
+            logger.info(
+                f"{received.name}: the run stops at the end of a step; "
                 f"a signal more than {COPIES_ARRIVE_WITHIN_S:g} s from now ends the run immediately"
             )
-            logger.info(f"{received.name}: the run stops at the end of a step; {later}")
         elif now_s - self.received_at_s > COPIES_ARRIVE_WITHIN_S:
             self.end(received, "immediately, because this is the second signal")
 

@@ -3,7 +3,7 @@ ranks end.
 
     launcher  ->  fork server, which imports train.py once  ->  rank 0, rank 1, ...: forks that share its memory
 
-SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded to the ranks, which finish a step, save and exit
+SIGINT, SIGTERM, SIGHUP, SIGQUIT and SIGUSR1 are forwarded to the ranks, which finish a step, save and exit
 (components/signals.py). Further signals are ignored for 5 s; after that, a signal kills the ranks. If a step hangs,
 the first signal kills the ranks. With several hosts, a signal to one launcher reaches all launchers through the store
 that they share (hosts.py).
@@ -18,7 +18,7 @@ hosts when a host joins. Before a host joins, torchrun sends SIGTERM to the rank
 Environment: NGPU (ranks of this host), LOG_RANK (ranks whose output is shown, default 0), MAX_RESTARTS; for several
 hosts NNODES, NODE_RANK (0 on the host that MASTER_ADDR names), MASTER_ADDR, MASTER_PORT (default 29500).
 Exit status: 0 trained or already finished, 2 refused by check, 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP,
-131 by SIGQUIT, 1 otherwise.
+131 by SIGQUIT, 138 by SIGUSR1, 1 otherwise.
 """
 
 import importlib

@@ -89,7 +89,7 @@ def estimate_traffic(w: Workload, pp_rank: int) -> dict[tuple[str, str], Moved]:
     # Once per step: token count (int64); squared gradient norm, loss and four signals (float64); float8 scales.
     calls += [
         ("world", "all-reduce", 1, 8),
-        ("world", "all-reduce", 1, 48),
+        ("world", "all-reduce", 1, 56),
         ("fsdp", "all-reduce", min(n_scales, 1), n_scales * 4),
     ]
     if moe := w.args.moe:  # expert loads of all layers, float64
