@@ -35,7 +35,7 @@ body { margin: 0 auto; max-width: 1080px; padding: 24px 16px; background: var(--
 h1, h2, h3, p, figure { margin: 5px 0 } h2, h3 { margin-top: 32px } p { max-width: 88ch } i { color: var(--pale) }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 310px), 1fr)); gap: 18px 28px }
 pre, .wide { overflow-x: auto } pre { font-size: 12.5px; background: var(--soft); padding: 8px }
-table { border-collapse: collapse; font-size: 14px } h1, p { overflow-wrap: anywhere }
+table { border-collapse: collapse; font-size: 14px } h1, p, li { overflow-wrap: anywhere }
 td { padding: 3px 18px 3px 0; border-bottom: 1px solid var(--line) } tr:first-child { font-weight: 600 }
 svg { width: 100%; overflow: visible; display: block } svg svg { overflow: hidden } svg.box { width: auto }
 text { font-size: 11px; fill: var(--pale) } .box text { fill: var(--ink) } line { stroke: var(--line) }

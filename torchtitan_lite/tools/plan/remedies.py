@@ -112,24 +112,32 @@ def list_faster(planned: PlannedRun) -> list[tuple[str, ...]]:
 
 
 def warn_of_bubble(planned: PlannedRun, bubble: float) -> list[str]:
-    """Suggest more microbatches or stages.
+    """Suggest more microbatches, or the smallest number of interleaved stages that leaves a smaller bubble.
 
-    The bubble is about h/(v*m + h) with h >= p-1. This function computes h from the forecast bubble, and then the v*m
+    The bubble is about h/(v*m + h) with h >= p-1. This function computes h from the forecast bubble, and then the m
     that reduces the bubble to MOST_IDLE.
     """
     if bubble <= MOST_IDLE:
         return []
     layout = planned.layout
-    _, p, m, v = planned.workload.pipeline
-    needed = v * m * bubble / (1 - bubble) * (1 / MOST_IDLE - 1)
+    needed = layout.n_microbatches * bubble / (1 - bubble) * (1 / MOST_IDLE - 1)
     # pp and local_batch_size must divide the batch
-    unit = lcm(p, planned.config.training.local_batch_size // layout.microbatch_size)
-    n = ceil(needed / v / unit) * unit
-    stages = ceil(needed / m)
-    batch = n * layout.microbatch_size * layout.dp
-    advice = f"Use at least {n} microbatches (training.global_batch_size = {batch})"
-    if stages * p <= planned.model_args.n_layers + 2:
-        advice += f", or about {stages} stages per rank (Interleaved1F1B, pipeline_parallel_layers_per_stage)"
+    unit = lcm(layout.pp, planned.config.training.local_batch_size // layout.microbatch_size)
+    n = ceil(needed / unit) * unit
+    advice = (
+        f"Use at least {n} microbatches "
+        f"(training.global_batch_size = {n * layout.microbatch_size * layout.dp})"
+    )
+    config = with_value(planned.config, "parallelism.pipeline_parallel_schedule", "Interleaved1F1B")
+    sizes = [
+        ("parallelism.pipeline_parallel_layers_per_stage", n)
+        for n in range(planned.model_args.n_layers // layout.pp, 0, -1)
+    ]
+    for key, value, candidate in list_changed(replace(planned, config=config), sizes):
+        if candidate.forecast.bubble < bubble:
+            idle = f"{candidate.forecast.bubble:.0%}"
+            advice += f", or Interleaved1F1B with {key} = {value} (idle for {idle})"
+            break
     return [f"the pipeline is idle for {bubble:.0%} of a step. {advice}"]
 
 

@@ -179,11 +179,11 @@ def explain_common(common: list[PlannedRun], best: Forecast) -> str:
         return "The best layout has a commonly published combination of parallelisms."
     extra = Counter(expected.parts_s)
     extra.subtract(best.parts_s)
-    least_s = LEAST_CAUSE * extra.total()
-    causes = []
-    for what, seconds in extra.most_common(3):
-        if seconds > least_s:
-            causes.append(f"{what} +{format_seconds(seconds)}")
+    causes = [
+        f"{what} +{format_seconds(seconds)}"
+        for what, seconds in extra.most_common(3)
+        if seconds > LEAST_CAUSE * extra.total()
+    ]
     return (
         f"The fastest layout with a commonly published combination of parallelisms is {planned}\n"
         f"{expected.tokens_per_s_per_gpu:,.0f} tok/s/GPU; a step takes {format_seconds(expected.step_time_s)} "
@@ -202,15 +202,12 @@ def search_layouts(options: argparse.Namespace) -> str:
             f"--toml: {file} exists, and plan --search did not write it. Name a different file"
         )
     given, model_args, n_gpus = read_target(options.config_args, options.gpus, options.gpu)
-    cluster = CLUSTERS[options.gpu]
-    fitting = list(list_candidates(given.config, model_args, n_gpus, cluster))
+    fitting = list(list_candidates(given.config, model_args, n_gpus, CLUSTERS[options.gpu]))
     if not fitting:
-        why = "no layout that check accepts fits in memory"
-        remedy = (
-            "Use more GPUs, a training.global_batch_size with many divisors, or "
-            'optimizer.moments_dtype = "bfloat16"'
+        raise UserError(
+            f"--gpus = {n_gpus}: no layout that check accepts fits in memory. Use more GPUs, a "
+            'training.global_batch_size with many divisors, or optimizer.moments_dtype = "bfloat16"'
         )
-        raise UserError(f"--gpus = {n_gpus}: {why}. {remedy}")
     best = rank_layouts(fitting)
     winner = best[0]
     replaced = []
@@ -221,20 +218,21 @@ def search_layouts(options: argparse.Namespace) -> str:
     if file:
         title = f"{TITLE} for {n_gpus:,} GPUs: {winner}"
         write_table(file, f"{title}\n\n{dump_config_toml(winner.resolved)}")
-    remarks = [*given.notices, *warn_of_unmodeled(winner)]
     table = [("", "tok/s/GPU", "MFU", "bubble", "GiB", "layout")]
     for number, planned in enumerate(best, 1):
-        expected = planned.forecast
-        row = (
-            str(number),
-            f"{expected.tokens_per_s_per_gpu:,.0f}",
-            f"{expected.mfu_full:.1%}",
-            f"{expected.bubble:.1%}",
-            f"{planned.taken_bytes / GIB:.1f}",
-            str(planned),
+        table.append(
+            (
+                str(number),
+                f"{planned.forecast.tokens_per_s_per_gpu:,.0f}",
+                f"{planned.forecast.mfu_full:.1%}",
+                f"{planned.forecast.bubble:.1%}",
+                f"{planned.taken_bytes / GIB:.1f}",
+                str(planned),
+            )
         )
-        table.append(row)
-    ending = [f"\n\nremark: {remark}" for remark in remarks]
+    ending = []
+    for remark in (*given.notices, *warn_of_unmodeled(winner)):
+        ending.append(f"\n\nremark: {remark}")
     if file:
         ending.append(f"\n\nThe best layout is in {file}")
     return (
