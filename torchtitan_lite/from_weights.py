@@ -132,7 +132,10 @@ def check_loaded_weights(
 
 
 def fingerprint_corpora(config: Config, tokenizer: Tokenizer) -> Iterator[tuple[str, ...]]:
-    """Yield (config key, name, split, fingerprint) for every corpus that a run reads; "" if it is not prepared."""
+    """Yield (config key, name, split, fingerprint) for every corpus that a run reads.
+
+    The fingerprint is "" if the corpus is not prepared.
+    """
     cache = Path(config.training.cache_folder)
     for key, name, split, dataset_path in list_corpora(config):
         fingerprint = ""

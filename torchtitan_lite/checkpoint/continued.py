@@ -52,7 +52,8 @@ def check_continued(
 ) -> None:
     """Compare a resolved config with the run that saved `weights`, and add problems and notices to `problems`.
 
-    `corpora`: (config key, name, split, fingerprint) of each corpus that the run reads; "": the fingerprint is unknown.
+    `corpora`: (config key, name, split, fingerprint) of each corpus that the run reads. The fingerprint is "" if it is
+    unknown.
     """
     config = problems.config
     notices = problems.notices
