@@ -197,12 +197,7 @@ class Workload:
         # Each stage has two dicts: axis -> number of parameters on a rank before FSDP shards them, and axis -> bytes
         # that an all-gather returns.
         found = {stage: sum_groups(self.groups_of(stage)) for stage in set(self.stages)}
-        self.sizes = []
-        self.gathered = []
-        for stage in self.stages:
-            sizes, gathered = found[stage]
-            self.sizes.append(sizes)
-            self.gathered.append(gathered)
+        self.sizes, self.gathered = zip(*map(found.get, self.stages), strict=True)
         self.n_parameters = [sizes.total() for sizes in self.sizes]
         self.stages_by_rank = []  # first to last
         self.at_rest = []  # number of parameters that a rank stores between steps, by pp rank
