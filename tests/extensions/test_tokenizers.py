@@ -458,7 +458,7 @@ def test_a_tokenizer_trained_on_the_texts_is_the_same_in_transformers_and_has_th
         run_tool(*command, possible)
 
 
-# tokenizer.json | tokenizer.model | tokenizer_config.json | words of the reason
+# tokenizer.json | tokenizer.model | tokenizer_config.json | added_tokens.json, if any | words of the reason
 BROKEN = r"""
 | | {} | there is no tokenizer.json
 { | | {} | cannot be read as JSON
@@ -468,6 +468,7 @@ SENTENCEPIECE | | {} | no eos_token
 SENTENCEPIECE | | {"eos_token": 2} | eos_token = 2
 SENTENCEPIECE | | | no token 99999.* eos_token_id in config.json
 SENTENCEPIECE | | {"eos_token": "<x>"} | no token '<x>'
+SENTENCEPIECE | | {"eos_token": "</s>"} | {"</s>": 2, "<x>": 274} | no token '<x>', which added_tokens.json adds
 SENTENCEPIECE | | {"added_tokens_decoder": {"9": {"content": "<x>"}}} | 9.special is missing
 SENTENCEPIECE | | {"additional_special_tokens": "</s>"} | additional_special_tokens = "</s>"; it must be dict . list
 SENTENCEPIECE | | {"extra_special_tokens": 5} | extra_special_tokens = 5
@@ -485,12 +486,11 @@ def test_an_invalid_tokenizer_is_refused_with_key_and_path(row, tmp_path):
     *contents, why = row
     contents[0] = contents[0].replace("SENTENCEPIECE", SENTENCEPIECE)
     contents[1] = contents[1].encode().decode("unicode_escape")
-    for name, content in zip(
-        ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"), contents, strict=True
-    ):
+    names = "tokenizer.json tokenizer.model tokenizer_config.json added_tokens.json".split()
+    for name, content in zip(names, contents, strict=False):
         if content:
             (tmp_path / name).write_text(content.replace("DEEP", "[" * 100_000))
-    (tmp_path / "config.json").write_text('{"eos_token_id": 99999}' if not contents[2] else "{}")
+    (tmp_path / "config.json").write_text("{}" if contents[2] else '{"eos_token_id": 99999}')
     with pytest.raises(ConfigError, match=why) as error:
         load_tokenizer(tmp_path)
     (problem,) = error.value.problems

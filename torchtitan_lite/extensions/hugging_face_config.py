@@ -53,7 +53,7 @@ SCALINGS = {  # kind of scaling -> field of RopeScaling -> key of config.json
 class HuggingFaceError(UserError):
     """Raised if a folder has no model that can be loaded here. Lists every problem that was found."""
 
-    def __init__(self, folder: Path, problems: list[str]):
+    def __init__(self, folder: Path, *problems: str):
         super().__init__("\n  ".join([f"{folder} cannot be used:", *problems]))
 
 
@@ -129,8 +129,11 @@ def read_model_args(folder: Path) -> ModelArgs:
     families = list_families()
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in families:
-        why = f"{CONFIG}: model_type = {kind!r}; supported: {', '.join(families)}"
-        raise HuggingFaceError(folder, [why + ". Use such a model, or add yours to models/"])
+        raise HuggingFaceError(
+            folder,
+            f"{CONFIG}: model_type = {kind!r}; supported: {', '.join(families)}. "
+            "Use such a model, or add yours to models/",
+        )
     model_name, family = families[kind]
     config, problems = read_keys(content, EVERY_FAMILY | family.keys, family.title)
     rope = {}
@@ -145,7 +148,7 @@ def read_model_args(folder: Path) -> ModelArgs:
         problems = find_unsupported(config, family)
     if problems:
         remedy = f"Correct {CONFIG} if a value is wrong. Otherwise use a different model"
-        raise HuggingFaceError(folder, [*(f"{CONFIG}: {problem}" for problem in problems), remedy])
+        raise HuggingFaceError(folder, *(f"{CONFIG}: {problem}" for problem in problems), remedy)
     moe = None
     if family.experts:
         config[DENSE_LAYERS] = count_dense(config)
@@ -241,8 +244,9 @@ def read_rope(
         return {}, [f"rope_type = {kind!r}; supported: {', '.join(['default', *SCALINGS])}"]
     for key, value in rope.items():
         if isinstance(value, dict):
-            found = f"{name}.{key} = {shorten_value(value)}"
-            return {}, [f"{found}; only one RoPE for all layers is supported"]
+            return {}, [
+                f"{name}.{key} = {shorten_value(value)}; only one RoPE for all layers is supported"
+            ]
     rope.setdefault("rope_theta", config["rope_theta"])
     keys = list_rope_keys(kind)
     if ORIGINAL_LENGTH in keys:
@@ -290,9 +294,9 @@ def find_unsupported(config: dict[str, Any], family: Family) -> list[str]:
     if top_k > n_experts:
         problems.append(f"{family.experts['top_k']} = {top_k}; there are {n_experts} experts")
     if count_dense(config) is None:
-        dense = shorten_value(config[DENSE_LAYERS])
         problems.append(
-            f"{DENSE_LAYERS} = {dense}; only the first layers can be dense, such as [0, 1]"
+            f"{DENSE_LAYERS} = {shorten_value(config[DENSE_LAYERS])}; "
+            "only the first layers can be dense, such as [0, 1]"
         )
     return problems
 

@@ -76,9 +76,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
     if (path / ADAPTER).exists():
         raise HuggingFaceError(
             path,
-            [
-                f"{ADAPTER}: an adapter cannot be loaded. Merge it with peft's merge_and_unload, or remove the file"
-            ],
+            f"{ADAPTER}: an adapter cannot be loaded. Merge it with peft's merge_and_unload, or remove the file",
         )
     model_args = read_model_args(path)
     tensors = {}
@@ -101,7 +99,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
             elif (other := file_names.get(name, file.name)) != file.name:
                 why = f"{name} is in {file.name}, but {INDEX} names {other}. Download both again"
             if why:
-                raise HuggingFaceError(path, [why])
+                raise HuggingFaceError(path, why)
             tensors[name] = (file, name)
             found[name] = shape
     if model_args.tie_embeddings:
@@ -127,7 +125,7 @@ def open_folder(path: Path) -> HuggingFaceFolder:
             "with transformers",
             "If names contain module. or _orig_mod., save the model inside that wrapper",
         ]
-        raise HuggingFaceError(path, problems)
+        raise HuggingFaceError(path, *problems)
     return HuggingFaceFolder(model_args, tensors)
 
 
@@ -171,14 +169,12 @@ def list_weight_files(path: Path, file_names: dict[str, str]) -> list[Path]:
         problems = [f"there is no {SINGLE_FILE} and no {INDEX}: download the weights"]
         for pattern, why in OTHER_FILES.items():
             problems += [f"{file.name} {why}" for file in [*path.glob(pattern)][:1]]
-        raise HuggingFaceError(path, problems)
+        raise HuggingFaceError(path, *problems)
     files = {path / name for name in file_names.values()}
     if missing := sorted(file.name for file in files if not file.is_file()):
         raise HuggingFaceError(
             path,
-            [
-                f"{INDEX} names {', '.join(missing)}, which is not in the folder: download the folder again"
-            ],
+            f"{INDEX} names {', '.join(missing)}, which is not in the folder: download the folder again",
         )
     return sorted(files)
 
@@ -195,5 +191,6 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
                 described[name] = (stored.get_dtype(), tuple(stored.get_shape()))
         return described
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        why = f"{path} is not a complete safetensors file: {error}. Download it again"
-        raise HuggingFaceError(path.parent, [why]) from None
+        raise HuggingFaceError(
+            path.parent, f"{path} is not a complete safetensors file: {error}. Download it again"
+        ) from None

@@ -22,6 +22,7 @@ from torchtitan_lite.files import import_extra
 
 NO_UNKNOWN = "for text outside the vocabulary"
 SPECIAL_MAP = "special_tokens_map.json"  # this format is older than tokenizer_config.json
+ADDED_TOKENS = "added_tokens.json"  # as old as SPECIAL_MAP
 
 
 def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
@@ -47,6 +48,11 @@ def read_tokenizer_json(path: Path, content: bytes) -> Tokenizer:
     ids = vocab | added_ids
     bos_id = ids.get(find_bos(file.get("post_processor") or {}))
     eos_id = find_eos(config, special_map, ids)
+    if lost := read_json(path.with_name(ADDED_TOKENS), may_be_missing=True).keys() - ids:
+        raise ValueError(
+            f"it has no token {min(lost)!r}, which {ADDED_TOKENS} adds. "
+            "Load the folder with AutoTokenizer of transformers, and save it again with save_pretrained"
+        )
     spelled = spell_vocabulary(file, ids, added_ids)
     bytes_of_id = spelled or {id: token.encode() for token, id in ids.items()}
     decode_text = None
@@ -108,8 +114,10 @@ def find_bos(processor: dict) -> str | None:
     """Return the token that the post-processor adds before a text, or None. Raises ValueError for several tokens."""
     leading = list_leading(processor)
     if len(leading) > 1:
-        why = f"its post_processor begins a text with {len(leading)} tokens, {', '.join(leading)}"
-        raise ValueError(f"{why}, but a document has one BOS. Keep only one of them in the file")
+        raise ValueError(
+            f"its post_processor begins a text with {len(leading)} tokens, {', '.join(leading)}, "
+            "but a document has one BOS. Keep only one of them in the file"
+        )
     return leading[0] if leading else None
 
 
