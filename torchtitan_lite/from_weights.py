@@ -59,7 +59,7 @@ def find_weights(given: UserConfig, restarted: bool) -> Weights | None:
                 f"{folder} has no checkpoint that could be loaded",
                 "Set checkpoint.enable, and set job.dump_folder to the folder of a run that has saved a checkpoint",
             )
-            raise ConfigError([problem])
+            raise ConfigError(problem)
     if weights:
         given.resolve(TOKENIZER, weights.assets)
         adapt_to_weights(given, weights)

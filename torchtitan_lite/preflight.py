@@ -123,7 +123,7 @@ def resolve(
     # default.
     unread = {problem.key for problem in problems}
     if "job.config_file" in unread:  # the config file could not be read
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     sections = {key.partition(".")[0] for key in unread}
     has_features = asks_for_features(config)
     if has_features and not sections & RULED_SECTIONS:
@@ -152,7 +152,7 @@ def resolve(
         problems += found
         given.notices += found.notices
     if problems or not (model_args and layout and tokenizer):
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     spec = RunSpec(
         config=config,
         model_args=model_args,

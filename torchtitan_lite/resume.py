@@ -94,7 +94,7 @@ def check_snapshot(spec: RunSpec, path: Path) -> None:
     problems = Problems(spec.config, spec.model_args)
     check_loaded_weights(problems, spec.layout, spec.tokenizer, weights)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     for notice in problems.notices:
         logger.info(notice)
 

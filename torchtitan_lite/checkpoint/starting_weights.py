@@ -89,7 +89,7 @@ def find_resumed(config: Config, restarted: bool) -> Weights | None:
     else:
         if not reasons or section.local_folder:  # the run may resume from a snapshot
             return None
-    raise ConfigError([Problem(key, get_value(config, key), "; ".join(reasons), remedy)])
+    raise ConfigError(Problem(key, get_value(config, key), "; ".join(reasons), remedy))
 
 
 def names_step(section: Checkpoint, steps: list[int], restarted: bool) -> bool:
@@ -125,7 +125,7 @@ def check_went_on(section: Checkpoint, folder: Path, steps: list[int]) -> None:
             f". To train again from step {step}, use these options instead: "
             f"--job.dump_folder=FOLDER --{INITIAL_LOAD_PATH}={path} --{NOT_ONLY}"
         )
-    raise ConfigError([Problem("checkpoint.load_step", step, why, remedy)])
+    raise ConfigError(Problem("checkpoint.load_step", step, why, remedy))
 
 
 def find_initial(config: Config) -> Weights:
@@ -149,7 +149,7 @@ def find_initial(config: Config) -> Weights:
             str(error),
             "Name a checkpoint, such as outputs/debug/checkpoint/step-200, or a complete Hugging Face folder",
         )
-        raise ConfigError([problem]) from None
+        raise ConfigError(problem) from None
 
 
 def check_loaded_model(problems: Problems, weights: Weights) -> None:

@@ -73,7 +73,7 @@ def plan_layout(config: Config, model_args: ModelArgs, world_size: int) -> Layou
         layout = load_module("config.features").split_nodes(layout, section)
     problems += Problems(config, model_args, check_layout(config, model_args, layout, world_size))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return layout
 
 

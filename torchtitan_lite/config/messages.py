@@ -80,7 +80,7 @@ class UserError(ValueError):
 class ConfigError(UserError):
     """Raised for a config that cannot run. The message lists every problem that was found, not only the first."""
 
-    def __init__(self, problems: list[Problem]):
+    def __init__(self, *problems: Problem):
         self.problems = problems
         super().__init__(
             "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))

@@ -27,7 +27,7 @@ def resolve_model(model: Model) -> ModelArgs:
     rules = check_model(model_args, model.attention, has_derived_heads=is_derived)
     problems = Problems(Config(model=model), model_args, rules)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return model_args
 
 
@@ -65,5 +65,5 @@ def find_model_row(model: Model) -> ModelArgs:
     if row is None:
         why = f"model.name = {model.name!r} has no such flavor"
         remedy = f"Use one of {', '.join([*flavors, AUTO])}"
-        raise ConfigError([Problem("model.flavor", model.flavor, why, remedy)])
+        raise ConfigError(Problem("model.flavor", model.flavor, why, remedy))
     return row

@@ -95,7 +95,8 @@ def read_config(args: list[str]) -> UserConfig:
     problems: list[Problem] = []
     notices: list[str] = []
     texts = parse_arguments(args, problems, notices)
-    config_file = str(texts.pop("job.config_file", Job.config_file))
+    named = texts.pop("job.config_file", Job.config_file)
+    config_file = "" if named is True else str(named)  # True: --config has no value
     table = {}
     is_shipped = False
     try:

@@ -141,7 +141,7 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
     if path is None:
         why = f"there is no {' or '.join(IN_FOLDER[:2])} in {Path(hf_assets_path).absolute()}"
         why = load_extension("hub_names").explain_hub_name(hf_assets_path) or why
-        raise ConfigError([Problem(KEY, str(hf_assets_path), why, REMEDY)])
+        raise ConfigError(Problem(KEY, str(hf_assets_path), why, REMEDY))
     try:
         refuse_pointer(path)
         content = path.read_bytes()
@@ -151,7 +151,7 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
     except Exception as error:  # the package `tokenizers` raises plain Exception
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         why = f"{path} cannot be used: {kind}{error}"
-        raise ConfigError([Problem(KEY, str(hf_assets_path), why, REMEDY)]) from None
+        raise ConfigError(Problem(KEY, str(hf_assets_path), why, REMEDY)) from None
 
 
 def find_tokenizer(hf_assets_path: str | Path) -> Path | None:

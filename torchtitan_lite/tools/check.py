@@ -74,15 +74,13 @@ def choose_host() -> tuple[Machine, int | None, int]:
             why = f"it is not a whole number from {limits.low} to {limits.high:,}"
             problems.append(Problem(name, text, why, "Change or unset this environment variable"))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     machine = detect_machine()
     n_hosts = read_hosts()[1]
     node_rank = read_number("NODE_RANK")
     if node_rank >= n_hosts:
         why = f"NNODES allows 0 to {n_hosts - 1}"
-        raise ConfigError(
-            [Problem("NODE_RANK", node_rank, why, "Set NNODES to the number of hosts")]
-        )
+        raise ConfigError(Problem("NODE_RANK", node_rank, why, "Set NNODES to the number of hosts"))
     if n_hosts == 1 and os.environ.get("MASTER_ADDR"):
         tell("MASTER_ADDR has no effect, because NNODES is 1: this host trains alone")
     n_each = read_number("NGPU")
@@ -90,7 +88,7 @@ def choose_host() -> tuple[Machine, int | None, int]:
     if machine.device_type == "cuda" and n_each > n_gpus:  # every rank needs its own GPU
         remedy = f"Use NGPU={n_gpus} on NNODES={ceil(n_each * n_hosts / n_gpus)} hosts"
         why = f"this host has {n_gpus} GPUs"
-        raise ConfigError([Problem("NGPU", n_each, why, remedy)])
+        raise ConfigError(Problem("NGPU", n_each, why, remedy))
     return machine, n_each * n_hosts or None, n_hosts
 
 
@@ -100,13 +98,13 @@ def check(config_args: list[str], machine: Machine, n_ranks: int | None, n_hosts
     if spec.layout.world_size % n_hosts:
         why = f"it does not divide the world size {spec.layout.world_size}"
         remedy = "Set NGPU to the number of ranks per host"
-        raise ConfigError([Problem("NNODES", n_hosts, why, remedy)])
+        raise ConfigError(Problem("NNODES", n_hosts, why, remedy))
     check_fewer_hosts(spec, config_args, n_hosts)
     n_local = spec.layout.world_size // n_hosts
     shown = os.environ.get("LOG_RANK") or "0"
     if machine.is_here and max(map(int, shown.split(","))) >= n_local:
         why = f"this host has the ranks 0 to {n_local - 1}"
-        raise ConfigError([Problem("LOG_RANK", shown, why, "Name ranks of this host")])
+        raise ConfigError(Problem("LOG_RANK", shown, why, "Name ranks of this host"))
     return spec
 
 
@@ -143,7 +141,7 @@ def check_fewer_hosts(spec: RunSpec, config_args: list[str], n_hosts: int) -> No
                     remedy = f"Set it to a multiple of {unit}"
                 problems.append(replace(problem, why=why, remedy=remedy))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
 
 
 def describe_spec(spec: RunSpec, n_hosts: int = 1) -> str:

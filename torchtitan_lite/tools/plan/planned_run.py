@@ -38,7 +38,7 @@ def describe_workload(config: Config, args: ModelArgs, layout: Layout) -> Worklo
     if config.activation_checkpoint.mode == "memory_budget":
         why = "the compiler chooses what to recompute, so there is no closed form for this mode"
         remedy = 'Plan with the modes "none" and "full". The result for memory_budget is between these two results'
-        raise ConfigError([Problem("activation_checkpoint.mode", "memory_budget", why, remedy)])
+        raise ConfigError(Problem("activation_checkpoint.mode", "memory_budget", why, remedy))
     float8 = config.quantize.linear.float8
     in_float8 = []  # FQNs
     if config.model.uses_float8:
@@ -194,7 +194,7 @@ def read_target(
     """
     given, weights = read_run(args)
     if given.problems:
-        raise ConfigError(given.problems)
+        raise ConfigError(*given.problems)
     config = given.config
     model_args = resolve_model(config.model)
     found = Problems(config, model_args)
@@ -204,7 +204,7 @@ def read_target(
         machine = replace(ANY_CPU, name=gpu.upper())
         found += Problems(config, rules=check_matmul(config, machine))
     if found:
-        raise ConfigError(found)
+        raise ConfigError(*found)
     given.notices += found.notices
     return given, model_args, n_gpus or choose_n_ranks(config.parallelism, ANY_CPU, 1)
 
