@@ -156,6 +156,7 @@ rows.parquet --encoding=cp1252 | x | --encoding would have no effect, because Pa
 text.txt --encoding=cp12 --skip-bad | x | --encoding: unknown encoding: cp12. Name an
 text.txt --tokenizer=nowhere | x | --tokenizer nowhere: there is no tokenizer.json
 in.jsonl --train-tokenizer=300 --chat | {"text": "a"} | no chat template
+text.txt /dev/null --suffix= --train-tokenizer=300 | x | a pipe can be read only once
 in.jsonl --train-tokenizer=300 | {"text": "a"}\n{"messages": []} | in.jsonl, row 2: it has no text in 'text'
 in.jsonl --train-tokenizer=300 --text-column=body | {"text": "a"} | in.jsonl, row 1: it has no text in 'body'
 """

@@ -133,6 +133,8 @@ def prepare_corpus(options: argparse.Namespace) -> str:
         ) from None
     if options.encoding != "utf-8" and kinds == {PARQUET}:
         why = "--encoding would have no effect, because Parquet stores text in UTF-8"
+    if options.train_tokenizer and not all(map(Path.is_file, files)):
+        why = "--train-tokenizer would read each file twice, but a pipe can be read only once"
     if why:
         raise PreparationError(f"{why}. Leave it out")
     share = options.validation_share
