@@ -107,7 +107,7 @@ def read_config(args: list[str]) -> UserConfig:
         # was read here
         table["job.config_file"] = config_file
     except ValueError as error:
-        remedy = "Name a TOML file by its path, or by its bare name in configs/"
+        remedy = "Correct the name or the file. A name is a path, or a bare name in configs/"
         problems.append(Problem("job.config_file", config_file, str(error), remedy))
     if not {*table, *texts} <= KEYS.keys():
         translate_keys = load_extension(OTHER_KEYS).translate_keys
