@@ -285,8 +285,8 @@ SAID = f"""
 --training.global_batch_size 6 | 4 | Use 4 or 8
 --training.local_batch_size 6 --training.global_batch_size 9 | 2 | Use 8 or 10
 {CP}=3 --training.seq_len=64 | 3 | Use 60 or 66
-{TP}=2 --{P}data_parallel_shard_degree=2 | 3 | -1, and use a multiple of 2 ranks or lower
-{TP}=2 | 3 | Use a multiple of 2 ranks or lower
+{TP}=2 --{P}data_parallel_shard_degree=2 | 3 | -1, and use a multiple of 2 ranks.
+{TP}=2 | 3 | Use a multiple of 2 ranks, or lower
 --{P}data_parallel_shard_degree=2 | 3 | Set this key to -1.
 {FLOAT8} {CP}=2 --training.seq_len=40 --training.local_batch_size=1 | 2 | Use a multiple of 32
 {PP}=8 | 8 | Use 6 layers or more

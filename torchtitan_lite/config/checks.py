@@ -109,12 +109,11 @@ def check_layout(config: Config, model_args: ModelArgs, layout: Layout, world_si
     if layout.world_size != world_size:
         others = layout.world_size // layout.dp_shard
         why = f"the degrees ({layout}) make {layout.world_size} ranks, but the run has {world_size}"
-        remedies = []
-        if config.parallelism.data_parallel_shard_degree != -1:
-            remedies.append("set this key to -1")
+        remedy = "Set this key to -1"
         if others > 1:
-            remedies.append(f"use a multiple of {others} ranks or lower the other degrees")
-        remedy = ", and ".join(remedies).capitalize()
+            remedy += f", and use a multiple of {others} ranks"
+        if config.parallelism.data_parallel_shard_degree == -1:
+            remedy = f"Use a multiple of {others} ranks, or lower the other degrees"
         yield "parallelism.data_parallel_shard_degree", why, remedy
     pieces = count_pieces(config.parallelism)
     seq_len = config.training.seq_len
