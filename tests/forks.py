@@ -527,6 +527,11 @@ a list in its sizes | unhashable type: 'list' | GAIN | llama3.FLAVORS \
     | {"debug": type(llama3.DEBUG)(**{**vars(llama3.DEBUG), "norm_eps": [1]})}
 a norm of three columns | one for each feature | GAIN | "norm", (1,) | "norm", (64, 3)
 a layer beside its block | is not inside another module | GPT | "mlp. | "
+a head of torch | must be a Head | VALUE | self.value_head = nn.Linear(args.dim, 1) \
+    | self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+a list of layers | must be a ModuleDict | VALUE | self.value_head = | self.layers = nn.ModuleList(); self.value_head =
+experts that the blocks lack | needs a Router | GPT \
+    | llama3.FLAVORS | {"debug": llama3.FLAVORS["debug_moe"]}
 a bias of the head | output has a bias | ENDS | llama3.list_ends(args) + [ \
     | [ModuleRow("output", "linear", (args.vocab_size, args.dim), "vocabulary", 0.02, True, end="last"),
 """
@@ -535,8 +540,14 @@ a bias of the head | output has a bias | ENDS | llama3.list_ends(args) + [ \
 BROKEN_ROWS = """
 a window of nothing | sees at least itself | model.attention=blind \
     | ATTENTIONS | "blind": AttentionRow(window=lambda args, layer: 0),
+a window in quotes | windows of '16' | model.attention=quoted \
+    | ATTENTIONS | "quoted": AttentionRow(window=lambda args, layer: "16"),
+an attention of a different class | Return an InnerAttention | model.attention=UserError \
+    | ATTENTIONS | "UserError": AttentionRow(extension="optimizer_state"),
 neither code nor a window | needs `window`, as it names no extension | model.attention=bare \
     | ATTENTIONS | "bare": AttentionRow(under_cp=True),
+a field of model and loss | both have a field rewards | training.loss=sliding --model.name=value \
+    | LOSSES | "sliding": LossRow(extension="sliding", fields={"rewards": lambda batch: batch.tokens}),
 a loss without code | forgotten | training.loss=forgotten | LOSSES | "forgotten": LossRow(),
 an optimizer without code | forgotten | optimizer.name=forgotten | OPTIMIZERS | "forgotten": OptimizerRow(0),
 an optimizer of torch with other options | torch.optim.Adafactor cannot be used | optimizer.name=Adafactor \
@@ -573,11 +584,12 @@ def fill_in(text: str) -> str:
 
 BROKEN = {}
 for name, said, model, *change in read_lines(BROKEN_MODELS):
-    change = [*map(fill_in, change)]
-    sources = [globals()[f"{model}_{part}"].replace(*change) for part in ("MODULES", "TABLE")]
+    sources = [
+        globals()[f"{model}_{part}"].replace(*map(fill_in, change)) for part in ("MODULES", "TABLE")
+    ]
     BROKEN[name] = said, add_model(f"broken_{len(BROKEN)}", *sources)
 for name, said, key, table, row in read_lines(BROKEN_ROWS):
-    BROKEN[name] = said, Fork((f"--{key}",), f"config/choices.py | {table} | {row}")
+    BROKEN[name] = said, Fork((*f"--{key}".split(),), f"config/choices.py | {table} | {row}")
 for name, said, *change in read_lines(BROKEN_STATES):
     file = f"local_{len(BROKEN)}"
     row = f'config/choices.py | OPTIMIZERS | "{file}": OptimizerRow(1, extension="{file}"),'
@@ -613,7 +625,8 @@ FORKS |= {
     ),
     "a decay": Fork(
         ("--lr_scheduler.decay_type=square", "--lr_scheduler.warmup_steps=1"),
-        'config/choices.py | DECAYS: | "square": lambda progress: 1 - 1.2 * progress**2,',
+        """config/choices.py | DECAYS: | "square": lambda progress: 1 - 1.2 * progress**2,
+        config/choices.py | DECAYS: | "nan": lambda progress: math.nan,""",
     ),
     "a corpus": Fork(
         ("--training.dataset=own_sources",),

@@ -35,7 +35,7 @@ from torchtitan_lite.config.layout import Layout, gathers_whole_parts
 from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.model_rows import ModelArgs
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.model.head import share_embedding
+from torchtitan_lite.model.head import Head, share_embedding
 from torchtitan_lite.parallel.initial_weights import initialize_weights
 from torchtitan_lite.parallel.mesh import Mesh
 from torchtitan_lite.parallel.parallelize import parallelize
@@ -93,10 +93,18 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
     """Build the whole model on the meta device.
 
     Raises UserError for parameters that differ from the model's table or have hooks, for tensors without an initial
-    value, and for modules that do not use the forward of their class.
+    value, for modules that do not use the forward of their class, and for attributes of a class that the trainer does
+    not support.
     """
     with torch.device("meta"):
         model = find_model_class(model_args.name)(model_args, attention=config.model.attention)
+    expected = {"model_args": ModelArgs, "layers": nn.ModuleDict, "output": Head}
+    for name, kind in expected.items():
+        if not isinstance(getattr(model, name, None), kind):
+            raise UserError(
+                f"{name} of models/{model_args.name} must be a {kind.__name__}, as in Llama3. "
+                "Set it in __init__, to this class or a subclass"
+            )
     model.to(getattr(torch, config.training.dtype))
     unknown = set()  # tensors for which no initial value is defined
     for fqn, module in model.named_modules():
@@ -115,9 +123,15 @@ def build_on_meta(config: Config, model_args: ModelArgs) -> nn.Module:
                 f"{fqn} of models/{model_args.name} has a hook or attribute that its shards would lose. "
                 "Set it on the module, or use an autograd.Function in forward"
             )
-    known = {*built, *list_expert_biases(model_args), "output.weight"}
+    biases = {*list_expert_biases(model_args)}
+    buffers = {*dict(model.named_buffers())}
+    if biases - buffers:
+        raise UserError(
+            f"models/{model_args.name} has no {min(biases - buffers)}. A layer with experts needs a Router "
+            "(model/moe.py) or a subclass of it, which calls its __init__"
+        )
     shared = dict(model.named_parameters(remove_duplicate=False))
-    unknown |= {*shared, *dict(model.named_buffers())} - known
+    unknown |= {*shared, *buffers} - {*built, *biases, "output.weight"}
     if unknown:
         raise UserError(
             f"{min(unknown)} of models/{model_args.name} is a tensor without an initial value, or a shared parameter. "

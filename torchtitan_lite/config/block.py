@@ -162,9 +162,11 @@ def count_flops_per_token(
     the full matrix gives 57.9 GFLOP per token, and the causal part gives 51.5.
     """
     weights = count_parameters(model_args, active=True, in_matmuls=True)
-    weights += sum(prod(row.weight) for row in list_added_ends(model_args) if row.kind == "linear")
-    head = MODELS[model_args.name].head_calls * model_args.vocab_size * model_args.dim
-    matmuls = 6 * (weights + head)
+    calls = {"output": MODELS[model_args.name].head_calls}
+    for row in list_end_modules(model_args):
+        if row.kind == "linear":
+            weights += calls.get(row.name, 1) * prod(row.weight)
+    matmuls = 6 * weights
     of_key = 12 * model_args.n_heads * model_args.head_dim
     full, causal = count_keys(model_args, seq_len, attention)
     return FlopsPerToken(full=matmuls + of_key * full, causal=matmuls + int(of_key * causal))

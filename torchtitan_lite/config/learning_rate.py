@@ -53,7 +53,7 @@ def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
     n_steps = config.training.steps
     last = learning_rate_factor(section, n_steps - 1)
     notices = []
-    if section.total_steps < n_steps or config.optimizer.lr * last <= 0:
+    if section.total_steps < n_steps or not config.optimizer.lr * last > 0:  # also NaN
         notices += load_module("config.idle_steps").describe_idle_steps(config, resumed_step)
     if section.warmup_steps > n_steps and last < 0.999:
         notices.append(

@@ -145,7 +145,7 @@ def check_windows(attention: str, model_args: ModelArgs) -> Refused:
     row = ATTENTIONS[attention]
     window = model_args.sliding_window
     types = model_args.layer_types
-    windows = [each for each in list_windows(attention, model_args) if each is not None]
+    windows = {*list_windows(attention, model_args)} - {None}
     why = ""
     if not set(types) <= set(LAYER_TYPES):
         why = f"its layer_types are {types}, but the supported types are {LAYER_TYPES}"
@@ -154,9 +154,9 @@ def check_windows(attention: str, model_args: ModelArgs) -> Refused:
     if why:
         remedy = f"Correct the flavor in models/{model_args.name}/table.py"
         yield "model.flavor", why, remedy
-    elif windows and min(windows) < 1:
-        why = f"layers have windows of {min(windows)}, but a token sees at least itself"
-        remedy = "Use 1 or more, or None for no window. The flavor or the attention (config/choices.py) sets windows"
+    elif wrong := [each for each in windows if type(each) is not int or each < 1]:
+        why = f"layers have windows of {wrong[0]!r} tokens, but a token sees at least itself"
+        remedy = "Use whole numbers above 0, or None for no window, in the flavor or the attention (config/choices.py)"
         yield "model.attention", why, remedy
     elif row.window is None and (window or model_args.attention_sinks or not row.extension):
         why = "its row in config/choices.py needs `window`, as it names no extension, or the model has windows or sinks"

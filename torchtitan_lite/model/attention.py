@@ -86,10 +86,17 @@ def stack_heads(key: Tensor, value: Tensor) -> Tensor:
 
 
 def build_attention(attention: str, model_args: ModelArgs, layer: int) -> InnerAttention:
-    """Build the attention module of a layer. Raises UserError if a fork's row has no code."""
+    """Build the attention module of a layer. Raises UserError if a fork's row has no code, or
+    code that returns a different class."""
     row = ATTENTIONS[attention]
     if row.extension or row.window is None:
-        return find_code(row.extension, attention)(model_args, layer)
+        inner = find_code(row.extension, attention)(model_args, layer)
+        if not isinstance(inner, InnerAttention):
+            raise UserError(
+                f"model.attention = {attention!r} has the class {type(inner).__name__}. "
+                "Return an InnerAttention (model/attention.py)"
+            )
+        return inner
     if has_masks(attention, model_args):
         windowed = load_extension("windowed_attention")
         return windowed.WindowedAttention(attention, model_args, layer)

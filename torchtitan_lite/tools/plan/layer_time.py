@@ -386,6 +386,6 @@ class LayerTime:
         loss = self.cluster.memory_time(LOSS_BYTES[w.compiles_loss] * w.n_tokens * width)
         tp = self.collective_time("tp", w.hidden_bytes)
         forward, of_inputs, of_weights = self.linear_times(
-            w.n_tokens, width, w.args.dim, w.compute_dtype
+            w.n_tokens, width, w.head_width, w.compute_dtype
         )
         return Phases(forward + loss + tp, of_inputs + loss + tp, of_weights, tp=2 * tp)

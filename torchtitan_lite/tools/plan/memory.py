@@ -228,7 +228,7 @@ class RankMemory:
         w = self.workload
         width = w.compute_bytes
         vocab_size = w.args.vocab_size / w.layout.tp
-        weight = vocab_size * w.args.dim
+        weight = vocab_size * w.head_width
         logits = vocab_size * w.chunk_tokens
         if width == MASTER_BYTES:
             # In fp32, one tensor has the logits and then their gradient. The weight's gradient is accumulated in-place.
