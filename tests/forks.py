@@ -98,10 +98,11 @@ def z_loss(logits, targets, vocabulary):
     return log_total - vocabulary.target_logit(logits, targets) + 1e-2 * log_total.square()
 '''
 
-ENDS_MODULES = '''"""Llama with a norm behind the embedding and a residual projection before the last norm."""
+ENDS_MODULES = '''"""Llama with a norm behind the embedding, and half of the features in the head."""
 
 from torch import nn
 
+from torchtitan_lite.model.head import Head
 from torchtitan_lite.model.rotary import rotary_angles
 from torchtitan_lite.models.llama3.modules import Llama3
 
@@ -110,7 +111,8 @@ class Model(Llama3):
     def __init__(self, args, *, attention="causal"):
         super().__init__(args, attention=attention)
         self.embed_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.last_proj = nn.Linear(args.dim, args.dim, bias=False)
+        self.last_proj = nn.Linear(args.dim, args.dim // 2, bias=False)
+        self.output = Head(args.dim // 2, args.vocab_size)
 
     def forward(self, x, *, positions, doc_ids=None, targets=None, **extra):
         h = self.embed_norm(self.tok_embeddings(x)) if self.tok_embeddings is not None else x
@@ -119,19 +121,24 @@ class Model(Llama3):
             h = block(h, rotation, doc_ids)
         if self.output is None:
             return h
-        h = h + self.last_proj(h)
-        return self.output(self.norm(h), targets, **extra)
+        return self.output(self.last_proj(self.norm(h)), targets, **extra)
 '''
 
-ENDS_TABLE = """from torchtitan_lite.config.model_rows import ModelTable, ModuleRow
+ENDS_TABLE = """from dataclasses import replace
+
+from torchtitan_lite.config.model_rows import ModelTable, ModuleRow
 from torchtitan_lite.models.llama3 import table as llama3
 
 
 def list_ends(args):
-    square = (args.dim, args.dim)
-    return llama3.list_ends(args) + [
+    half = args.dim // 2
+    embedding, norm, output = llama3.list_ends(args)
+    return [
+        embedding,
+        norm,
+        replace(output, weight=(args.vocab_size, half)),
         ModuleRow("embed_norm", "norm", (args.dim,), "sequence", init_mean=1.0, end="first"),
-        ModuleRow("last_proj", "linear", square, "sequence", 0.02, end="last"),
+        ModuleRow("last_proj", "linear", (half, args.dim), "sequence", 0.02, end="last"),
     ]
 
 
@@ -532,8 +539,7 @@ a head of torch | must be a Head | VALUE | self.value_head = nn.Linear(args.dim,
 a list of layers | must be a ModuleDict | VALUE | self.value_head = | self.layers = nn.ModuleList(); self.value_head =
 experts that the blocks lack | needs a Router | GPT \
     | llama3.FLAVORS | {"debug": llama3.FLAVORS["debug_moe"]}
-a bias of the head | output has a bias | ENDS | llama3.list_ends(args) + [ \
-    | [ModuleRow("output", "linear", (args.vocab_size, args.dim), "vocabulary", 0.02, True, end="last"),
+a bias of the head | output has a bias | ENDS | replace(output, | replace(output, bias=True,
 """
 # fork -> what `verify` says about the fork, the key that chooses it, the table in config/choices.py, the fork's row in
 # this table

@@ -41,6 +41,7 @@ a teacher | check | STAGES --parallelism.data_parallel_replicate_degree=2 --gpus
 a window | check | CONTEXT --gpus=2 | 2 | context_parallel_degree
 a decay | check | --gpus=4 | 0 | the learning rate falls to -1.49e-05 at step 184
 a decay | check | --lr_scheduler.decay_type=nan --gpus=4 | 0 | the learning rate falls to nan at step 2
+the ends | check | --gpus=4 | 0 | 0.000872 GFLOP per token
 a norm | check | EXPORT | 2 | checkpoint.last_save_in_hf
 an attention | check | EXPORT | 2 | checkpoint.last_save_in_hf
 """)
@@ -197,7 +198,7 @@ def run_calls(checkout: Path, calls: dict[str, list]) -> Answers:
 ADDED = dict(
     read_lines("""
 a norm | 256  # two norms of 64 in each layer
-the ends | 4160  # a norm of 64, and a matrix of 64 x 64
+the ends | -71616  # a norm of 64, a matrix of 32 x 64, and a head of 2304 x 32
 a second prediction | 4160
 latent attention | 3136  # in each layer matrices of 40 x 64 and 96 x 32 and a norm of 32, without two of 32 x 64
 a gain | 2

@@ -382,10 +382,10 @@ class LayerTime:
     def describe_head(self) -> Phases:
         """Return the times of the head and its loss."""
         w = self.workload
-        width = w.args.vocab_size // w.layout.tp
+        width, n_inputs = w.shape_on_rank(w.head)
         loss = self.cluster.memory_time(LOSS_BYTES[w.compiles_loss] * w.n_tokens * width)
         tp = self.collective_time("tp", w.hidden_bytes)
         forward, of_inputs, of_weights = self.linear_times(
-            w.n_tokens, width, w.head_width, w.compute_dtype
+            w.n_tokens, width, n_inputs, w.compute_dtype
         )
         return Phases(forward + loss + tp, of_inputs + loss + tp, of_weights, tp=2 * tp)

@@ -227,8 +227,8 @@ class RankMemory:
         """
         w = self.workload
         width = w.compute_bytes
-        vocab_size = w.args.vocab_size / w.layout.tp
-        weight = vocab_size * w.head_width
+        vocab_size, n_inputs = w.shape_on_rank(w.head)
+        weight = vocab_size * n_inputs
         logits = vocab_size * w.chunk_tokens
         if width == MASTER_BYTES:
             # In fp32, one tensor has the logits and then their gradient. The weight's gradient is accumulated in-place.

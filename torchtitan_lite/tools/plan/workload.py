@@ -187,11 +187,10 @@ class Workload:
         self.reduced_bytes = self.compute_bytes if sums_each else MASTER_BYTES
         # Whether FSDP shards the matrices of each expert, because the ranks cannot share whole experts equally
         self.cuts_experts = find_expert_dim(args, layout.ep, layout.efsdp) != 0
-        ends = {row.name: row.weight for row in list_end_modules(args)}
-        # Features of a token that the head multiplies. In a fork, they may differ from args.dim.
-        self.head_width = ends["output"][1]
-        # Elements of the embedding on a tp rank. The output head has as many elements as the embedding.
-        self.table = round_up(args.vocab_size // layout.tp, layout.fsdp) * ends["tok_embeddings"][1]
+        ends = {row.name: row for row in list_end_modules(args)}
+        self.head = ends["output"]
+        # Elements of the embedding on a tp rank. Except in forks, the output head has as many elements.
+        _, ((self.table, _),) = self.shard(ends["tok_embeddings"])
         n_stages_per_rank = len(layout.stages) // layout.pp
         self.pipeline = Pipeline(self.schedule, layout.pp, layout.n_microbatches, n_stages_per_rank)
         self.stages = count_modules(layout.stages, args)
