@@ -18,7 +18,7 @@ def describe_idle_steps(config: Config, resumed_step: int) -> list[str]:
     peak = config.optimizer.lr
 
     def is_idle(step: int) -> bool:
-        return not peak * learning_rate_factor(section, step) > peak * NEGLIGIBLE  # also NaN
+        return peak * learning_rate_factor(section, step) <= peak * NEGLIGIBLE
 
     # Find the first idle step by bisection: the rate starts above 0, rises, then falls. The search leaves out the last
     # step, where a rate of 0 is normal.

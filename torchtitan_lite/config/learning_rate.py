@@ -1,7 +1,10 @@
 """Compute the learning rate of a step from its number and [lr_scheduler]. All functions are pure."""
 
+from math import isfinite
+
 from torchtitan_lite.config.choices import DECAYS
 from torchtitan_lite.config.extensions import load_module
+from torchtitan_lite.config.messages import UserError
 from torchtitan_lite.config.schema import Config, LRScheduler
 
 
@@ -11,7 +14,7 @@ def learning_rate_factor(section: LRScheduler, step: int) -> float:
     The schedule is a warm-up, a constant rate, and a decay to min_lr_factor.
 
     `total_steps` is resolved. Without decay_ratio, the decay starts right after the warm-up. A run may end before the
-    warm-up ends.
+    warm-up ends. Raises UserError if a fork's decay returns NaN or infinity.
     """
     if step < section.warmup_steps:
         return (step + 1) / section.warmup_steps
@@ -23,6 +26,11 @@ def learning_rate_factor(section: LRScheduler, step: int) -> float:
         return 1.0
     progress = min(1.0, (step - decay_start) / max(1, section.total_steps - decay_start))
     left = DECAYS[section.decay_type](progress)
+    if not isfinite(left):
+        raise UserError(
+            f"lr_scheduler.decay_type = {section.decay_type!r}: the decay is {left} in step {step + 1}. "
+            "Correct its function in DECAYS (config/choices.py)"
+        )
     return section.min_lr_factor + (1 - section.min_lr_factor) * left
 
 
@@ -53,7 +61,7 @@ def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
     n_steps = config.training.steps
     last = learning_rate_factor(section, n_steps - 1)
     notices = []
-    if section.total_steps < n_steps or not config.optimizer.lr * last > 0:  # also NaN
+    if section.total_steps < n_steps or config.optimizer.lr * last <= 0:
         notices += load_module("config.idle_steps").describe_idle_steps(config, resumed_step)
     if section.warmup_steps > n_steps and last < 0.999:
         notices.append(
