@@ -453,7 +453,7 @@ class OtherMemory(RankMemory):
         w = self.workload
         if not w.sums_whole:
             return moments
-        whole = w.grad_bytes * w.n_parameters[0] - w.weight_bytes * w.at_rest[0]
+        whole = w.grad_bytes * w.sizes[0].total() - w.weight_bytes * w.at_rest[0]
         return [
             (gathered, gradients + whole, kept, working)
             for gathered, gradients, kept, working in moments

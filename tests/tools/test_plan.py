@@ -230,8 +230,8 @@ def test_the_time_of_a_collective_is_bytes_over_bandwidth_plus_a_latency_per_hop
     assert model.collective_time("dp_shard", 1e9) == pytest.approx(by_hand)
     on_128_nodes = H100.find_bandwidth(1, 1024)
     assert on_128_nodes == pytest.approx(260e9, rel=0.05)  # nccl issue 1229
-    assert H100.expose(1, 8, 3.0, 2.0) == 1.0 + H100.contention * 2.0
-    assert H100.expose(8, 2, 2.0, 3.0) == H100.network_contention * 2.0
+    assert model.expose("tp", 3.0, 2.0) == 1.0 + H100.contention * 2.0
+    assert model.expose("dp_shard", 2.0, 3.0) == H100.network_contention * 2.0
 
 
 def test_plan_considers_the_config_keys_that_make_a_step_faster():

@@ -5,6 +5,7 @@
     elementwise              bytes / memory bandwidth
     collective               bytes / bandwidth + latency of every hop
     overlap                  a collective of c s during w s of compute costs max(0, c - w) + contention * min(c, w)
+                             (LayerTime.expose)
     launches                 a layer takes at least host_s per kernel
 
 Two effects matter most when layouts are compared: small matmuls are less efficient than large ones, and a collective
@@ -139,12 +140,6 @@ class Cluster:
             return 0.0
         seconds = whole_bytes * (n - 1) / n / self.find_bandwidth(stride, n)
         return seconds + self.find_latency(stride, n)
-
-    def expose(self, stride: int, n: int, seconds: float, work: float) -> float:
-        """Return how many seconds a collective adds to kernels that take `work` seconds and overlap with it."""
-        is_near = self.count_nodes(stride, n) == 1
-        fraction = self.contention if is_near else self.network_contention
-        return max(0.0, seconds - work) + fraction * min(seconds, work)
 
     def count_nodes(self, stride: int, n: int) -> int:
         """Return the number of nodes spanned by a group of n ranks that are `stride` ranks apart."""

@@ -87,7 +87,10 @@ class LayerTime:
     def expose(self, axis: str, seconds: float, work: float) -> float:
         """Return how many seconds collectives over `axis` add to kernels that take `work` seconds and overlap with
         them."""
-        return self.cluster.expose(*self.place(axis), seconds, work)
+        cluster = self.cluster
+        is_near = cluster.count_nodes(*self.place(axis)) == 1
+        fraction = cluster.contention if is_near else cluster.network_contention
+        return max(0.0, seconds - work) + fraction * min(seconds, work)
 
     def copy_time(self, n_bytes: float) -> float:
         """Return the time of copies that torch adds: FSDP2 copies to and from buffers, and DTensor copies all-gathered

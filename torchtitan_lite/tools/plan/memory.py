@@ -60,8 +60,7 @@ class RankMemory:
         others) and the last (which has the logits).
         """
         last = self.workload.layout.pp - 1
-        memories = map(self.estimate, {0, min(1, last), last})
-        return max(memories, key=lambda memory: memory.live)
+        return max(map(self.estimate, {0, min(1, last), last}), key=sum)
 
     def estimate(self, pp_rank: int) -> Memory:
         """Return the peak memory of one pp rank."""
@@ -248,7 +247,7 @@ class RankMemory:
         """List the possible peaks of a pp rank: one for each set of stages that have gradients at the same time."""
         w = self.workload
         indices = w.layout.stages_of(pp_rank)
-        has_head = indices[-1] == len(w.stages) - 1
+        has_head = w.stages[indices[-1]].has_head
         table = w.table * w.compute_bytes
         working = [n_bytes for *_, n_bytes in layers]
         if has_head:
@@ -271,7 +270,7 @@ class RankMemory:
                 kept[index] += w.n_tokens * w.args.head_dim * self.angle_bytes
         moments = []
         for with_gradients, held in extrapolate_in_flight(w.pipeline, pp_rank).items():
-            n_gradients = sum(w.n_parameters[index] for index in with_gradients)
+            n_gradients = sum(w.sizes[index].total() for index in with_gradients)
             n_bytes = 0.0
             for index, tenths in held.items():
                 n_bytes += tenths / 10 * kept[index]
@@ -307,7 +306,7 @@ class RankMemory:
         tied = head * w.args.tie_embeddings  # freed after the backward of the embedding
         gradients = w.weight_bytes * w.at_rest[0]  # gradients of the shards, after the step
         if layout.zero_stage == 1:
-            gradients = w.grad_bytes * w.n_parameters[0]
+            gradients = w.grad_bytes * w.sizes[0].total()
         before = gradients if layout.n_microbatches > 1 else 0.0
         to_come = 0.0 if before else MASTER_BYTES * (dense + table) / layout.fsdp
         reduce_bytes = 0

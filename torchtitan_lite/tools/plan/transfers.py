@@ -134,6 +134,9 @@ def list_calls_of_stage(w: Workload, index: int) -> list[Call]:
 def list_reductions_over_tp(w: Workload, modules: Iterable[ModuleRow], n_layers: int) -> list[Call]:
     """List the all-reduces of gradients over tp and ep. Each rank computes such a gradient from different tokens."""
     calls = []
+    # a gradient that is a sum over several microbatches is in fp32
+    sums_each = w.n_reductions == w.layout.n_microbatches
+    width = w.compute_bytes if sums_each else MASTER_BYTES
     for module in modules:
         axis = "tp"
         sizes = list(map(prod, module.tensors.values()))
@@ -147,8 +150,7 @@ def list_reductions_over_tp(w: Workload, modules: Iterable[ModuleRow], n_layers:
             continue
         # A tp rank has the gradient of a norm's weight only for its shard of the sequence, or only for its heads.
         for size in sizes:
-            n_bytes = size * w.reduced_bytes
-            calls.append((axis, "all-reduce", n_layers * w.n_reductions, n_bytes))
+            calls.append((axis, "all-reduce", n_layers * w.n_reductions, size * width))
     return calls
 
 

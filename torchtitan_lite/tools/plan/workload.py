@@ -181,10 +181,6 @@ class Workload:
         self.n_reductions = 1
         if layout.zero_stage > 1 and layout.pp == 1:
             self.n_reductions = layout.n_microbatches
-        # Bytes per element of a gradient that is reduced over tp or ep: fp32 if the gradient is a sum over several
-        # microbatches.
-        sums_each = self.n_reductions == layout.n_microbatches
-        self.reduced_bytes = self.compute_bytes if sums_each else MASTER_BYTES
         # Whether FSDP shards the matrices of each expert, because the ranks cannot share whole experts equally
         self.cuts_experts = find_expert_dim(args, layout.ep, layout.efsdp) != 0
         ends = {row.name: row for row in list_end_modules(args)}
@@ -200,7 +196,6 @@ class Workload:
         # that an all-gather returns.
         found = {stage: sum_groups(self.groups_of(stage)) for stage in set(self.stages)}
         self.sizes, self.gathered = zip(*map(found.get, self.stages), strict=True)
-        self.n_parameters = [sizes.total() for sizes in self.sizes]
         self.stages_by_rank = []  # first to last
         self.at_rest = []  # number of parameters that a rank stores between steps, by pp rank
         for pp_rank in range(layout.pp):
