@@ -279,6 +279,7 @@ SAID = f"""
 --checkpoint.initial_load_path=hf://a/b | 4 | nothing is downloaded. Run: hf download a/b --local-dir a/b
 --config finetune | 4 | variable $MODEL_FOLDER does not exist
 --config | 2 | job.config_file = '':
+--config README.md | 2 | Correct the name or the file.
 --training.dataset=data/mine | 4 | prepare FILES --tokenizer
 --training.dataset=assets | 4 | prepare assets --out NEW_FOLDER
 --training.global_batch_size 10 | 2 | Use 8 or 16
