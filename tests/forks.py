@@ -552,7 +552,7 @@ an attention of a different class | Return an InnerAttention | model.attention=U
     | ATTENTIONS | "UserError": AttentionRow(extension="optimizer_state"),
 neither code nor a window | needs `window`, as it names no extension | model.attention=bare \
     | ATTENTIONS | "bare": AttentionRow(under_cp=True),
-a field of model and loss | both have a field rewards | training.loss=sliding --model.name=value \
+a field of model and loss | also has a field rewards | training.loss=sliding --model.name=value \
     | LOSSES | "sliding": LossRow(extension="sliding", fields={"rewards": lambda batch: batch.tokens}),
 a loss without code | forgotten | training.loss=forgotten | LOSSES | "forgotten": LossRow(),
 an optimizer without code | forgotten | optimizer.name=forgotten | OPTIMIZERS | "forgotten": OptimizerRow(0),
@@ -590,9 +590,8 @@ def fill_in(text: str) -> str:
 
 BROKEN = {}
 for name, said, model, *change in read_lines(BROKEN_MODELS):
-    sources = [
-        globals()[f"{model}_{part}"].replace(*map(fill_in, change)) for part in ("MODULES", "TABLE")
-    ]
+    change = [*map(fill_in, change)]
+    sources = [globals()[f"{model}_{part}"].replace(*change) for part in ("MODULES", "TABLE")]
     BROKEN[name] = said, add_model(f"broken_{len(BROKEN)}", *sources)
 for name, said, key, table, row in read_lines(BROKEN_ROWS):
     BROKEN[name] = said, Fork((*f"--{key}".split(),), f"config/choices.py | {table} | {row}")

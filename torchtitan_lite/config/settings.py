@@ -8,7 +8,7 @@ extensions belong in features.py.
 import re
 
 from torchtitan_lite.config.block import has_masks, list_windows
-from torchtitan_lite.config.choices import ATTENTIONS, SCHEDULES
+from torchtitan_lite.config.choices import ATTENTIONS, LOSSES, SCHEDULES
 from torchtitan_lite.config.extensions import load_extension, load_module
 from torchtitan_lite.config.features import EXTENSIONS
 from torchtitan_lite.config.layout import Layout
@@ -16,6 +16,7 @@ from torchtitan_lite.config.machine import Machine
 from torchtitan_lite.config.messages import Refused
 from torchtitan_lite.config.model_rows import LAYER_TYPES, SLIDING, ModelArgs
 from torchtitan_lite.config.schema import Config, get_value
+from torchtitan_lite.models.registry import MODELS
 
 ASYNC_TP = "parallelism.enable_async_tensor_parallel"
 OF_EXPERTS = (  # keys that need a model with experts
@@ -98,6 +99,10 @@ def find_refused(config: Config, model_args: ModelArgs, layout: Layout) -> Refus
         for key in OF_EXPERTS:
             if get_value(config, key) not in (0, get_value(Config(), key)):
                 yield key, why, "Leave this key out"
+    shared = MODELS[model_args.name].fields.keys() & LOSSES[config.training.loss].fields
+    if shared:
+        why = f"the model {model_args.name} also has a field {min(shared)}"
+        yield "training.loss", why, "Rename the field of the loss or of the model"
     if config.model.uses_float8:
         yield from load_module("config.float8").check_float8(config, model_args, layout)
     if layout.pp > 1:
