@@ -86,8 +86,8 @@ def stack_heads(key: Tensor, value: Tensor) -> Tensor:
 
 
 def build_attention(attention: str, model_args: ModelArgs, layer: int) -> InnerAttention:
-    """Build the attention module of a layer. Raises UserError if a fork's row has no code, or
-    code that returns a different class."""
+    """Build the attention module of a layer. Raises UserError if a fork's row has no code, or if the code does not
+    return an InnerAttention."""
     row = ATTENTIONS[attention]
     if row.extension or row.window is None:
         inner = find_code(row.extension, attention)(model_args, layer)

@@ -9,7 +9,8 @@ from torchtitan_lite.model.attention import InnerAttention
 
 def list_attentions(part: nn.Module) -> dict[str, InnerAttention]:
     """Return FQN -> module, for all inner attentions of `part`."""
-    return {fqn: each for fqn, each in part.named_modules() if isinstance(each, InnerAttention)}
+    modules = part.named_modules()
+    return {fqn: module for fqn, module in modules if isinstance(module, InnerAttention)}
 
 
 def explain_own_attention(part: nn.Module, expected: type[InnerAttention]) -> str:

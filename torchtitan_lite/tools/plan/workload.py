@@ -185,7 +185,7 @@ class Workload:
         self.cuts_experts = find_expert_dim(args, layout.ep, layout.efsdp) != 0
         ends = {row.name: row for row in list_end_modules(args)}
         self.head = ends["output"]
-        # Elements of the embedding on a tp rank. Except in forks, the output head has as many elements.
+        # Number of elements of the embedding on a tp rank. In the shipped models, the output head has the same size.
         _, ((self.table, _),) = self.shard(ends["tok_embeddings"])
         n_stages_per_rank = len(layout.stages) // layout.pp
         self.pipeline = Pipeline(self.schedule, layout.pp, layout.n_microbatches, n_stages_per_rank)
