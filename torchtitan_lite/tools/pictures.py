@@ -39,7 +39,8 @@ table { border-collapse: collapse; font-size: 14px } h1, p, li { overflow-wrap: 
 td { padding: 3px 18px 3px 0; border-bottom: 1px solid var(--line) } tr:first-child { font-weight: 600 }
 svg { width: 100%; overflow: visible; display: block } svg svg { overflow: hidden } svg.box { width: auto }
 text { font-size: 11px; fill: var(--pale) } .box text { fill: var(--ink) } line { stroke: var(--line) }
-rect, path { fill: color-mix(in srgb, currentColor 62%, var(--page)) } rect { stroke: var(--page) }
+rect { fill: color-mix(in srgb, currentColor 62%, var(--page)); stroke: var(--page) }
+path { stroke: color-mix(in srgb, currentColor 62%, var(--page)); stroke-width: 2 }
 .band { fill-opacity: .18; stroke: none } polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke }
 .bar { display: flex; height: 18px; margin: 2px 0 9px; background: var(--soft); position: relative; border-radius: 3px }
 .bar b { box-shadow: inset -1px 0 var(--page); background: color-mix(in srgb, currentColor 68%, var(--page)) }
@@ -171,7 +172,7 @@ def draw_rows(rows: list[tuple[str, int, list[Box]]], length: float) -> str:
             x = LEFT + WIDTH * start / length
             width = WIDTH * (end - start) / length
             if is_fine:
-                paths[color].append(f"M{100 * x:.0f} 0v9h{max(1, 100 * width - 2):.0f}v-9z")
+                paths[color].append(f"M{100 * x:.0f} 0h{max(1, 100 * width - 2):.0f}")
                 continue
             inside = ""
             if look := choose_look(text, width):
@@ -182,7 +183,7 @@ def draw_rows(rows: list[tuple[str, int, list[Box]]], length: float) -> str:
             )
         for color, steps in paths.items():
             shapes.append(
-                f'<svg viewBox="0 0 10000 9" preserveAspectRatio="none" y="{y}" height="{height}" color="{color}">'
+                f'<svg viewBox="0 0 10000 1" preserveAspectRatio="none" y="{y}" height="{height}" color="{color}">'
                 f'<path d="{"".join(steps)}"/></svg>'
             )
         y += height + 2

@@ -24,12 +24,14 @@ from torchtitan_lite.tools.pictures import (
 )
 from torchtitan_lite.tools.plan.cluster import list_strides
 from torchtitan_lite.tools.plan.figures import list_memory, list_traffic
+from torchtitan_lite.tools.plan.orders import list_order, shorten
 from torchtitan_lite.tools.plan.planned_run import PlannedRun
 from torchtitan_lite.tools.plan.remedies import list_faster, list_remarks
 from torchtitan_lite.tools.plan.slices import choose_shown, find_slices
 from torchtitan_lite.tools.plan.timeline import draw_timeline, simulate
 from torchtitan_lite.tools.tables import format_bytes, format_seconds, plural
 
+MOST_ACTIONS = 16384  # a step with more actions is drawn with fewer microbatches
 FEW_RANKS = 16  # cards have text if the page shows at most this number of ranks
 # left end and width of each box in a card
 WEIGHT_X = (1.0, 27.0)
@@ -284,10 +286,11 @@ def show(*spans: range) -> str:
 
 def draw_pipeline(planned: PlannedRun) -> str:
     layout = planned.layout
-    forecast = planned.forecast
     times = planned.step_time
-    timeline = simulate(planned.workload.order, times.seconds_of, times.send_s)
-    sent = planned.workload.hidden_bytes / layout.tp
+    pipeline = planned.workload.pipeline
+    if 2 * len(layout.stages) * layout.n_microbatches > MOST_ACTIONS:
+        pipeline, _ = shorten(pipeline)[0]
+    timeline = simulate(list_order(pipeline), times.seconds_of, times.send_s)
     letters = {
         "F": "forward",
         "B": "backward",
@@ -297,10 +300,10 @@ def draw_pipeline(planned: PlannedRun) -> str:
     used = {event.action.kind for event in timeline.events}
     key = draw_key((f"var(--{kind})", "", word) for kind, word in letters.items() if kind in used)
     about = (
-        f"{layout.n_microbatches} microbatches pass through {len(layout.stages)} stages. Between two stages, a rank "
-        f"sends {format_bytes(sent)} for each microbatch in forward, and the same in backward. "
-        f"Ranks are idle for {forecast.bubble:.1%} of a step. The pipeline takes "
-        f"{format_seconds(timeline.end_time)}."
+        f"{layout.n_microbatches:,} microbatches pass through {len(layout.stages)} stages. Between two stages, a rank "
+        f"sends {format_bytes(planned.workload.hidden_bytes / layout.tp)} for each microbatch in forward, and the "
+        f"same in backward. Ranks are idle for {planned.forecast.bubble:.1%} of a step. The pipeline takes "
+        f"{format_seconds(times.pipeline_s)}. The picture shows a step of {pipeline.n_microbatches} microbatches."
     )
     return (
         f"<h2>One step of the pipeline, forecast</h2><p>{about}</p>{key}{draw_timeline(timeline)}"

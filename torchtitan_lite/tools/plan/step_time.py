@@ -153,21 +153,26 @@ class StepTime(LayerTime):
             bounds.append(fills[indices[0]] + layout.n_microbatches * busy)
         return max(bounds) + self.once_s + self.copies_s + self.optimizer_s
 
-    def forecast(self) -> Forecast:
-        """Forecast one step by simulating shorter steps (orders.shorten)."""
-        w = self.workload
-        layout = w.layout
+    @cached_property
+    def pipeline_s(self) -> float:
+        """Time of all forwards and backwards of a step. Simulates shorter steps (orders.shorten)."""
         end_time = 0.0
-        for short, weight in shorten(w.pipeline):
+        for short, weight in shorten(self.workload.pipeline):
             order = list_order(short)
             end_time += weight * simulate(order, self.seconds_of, self.send_s).end_time
-        step_time_s = end_time + self.once_s + self.copies_s + self.optimizer_s
+        return end_time
+
+    def forecast(self) -> Forecast:
+        """Forecast one step."""
+        w = self.workload
+        layout = w.layout
+        step_time_s = self.pipeline_s + self.once_s + self.copies_s + self.optimizer_s
         n_times = layout.n_microbatches / layout.pp
         # time of all microbatches of a step
         average = Phases(*(n_times * sum(seconds) for seconds in zip(*self.stages, strict=True)))
         bubble = 0.0
         if layout.pp > 1:
-            bubble = max(0.0, end_time - average.total)
+            bubble = max(0.0, self.pipeline_s - average.total)
         parts = {
             "recompute": average.again,
             "waiting for tp": average.tp,
