@@ -143,7 +143,8 @@ def find_situations(spec: RunSpec) -> dict[str, str]:
 def describe_idle_keys(given: UserConfig, situations: dict[str, str]) -> list[str]:
     """Return a notice for each case that applies, with the keys that the user set to a value other than the default.
 
-    `situations`: the result of `find_situations`; the case of a single corpus is added. Each key is named once.
+    `situations`: the result of `find_situations`. This function adds the case of a single corpus. Each key is named
+    once.
     """
     if len(given.config.training.dataset) == 1:
         situations["training.dataset names one corpus"] = "training.dataset_weights"

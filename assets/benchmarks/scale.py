@@ -342,7 +342,7 @@ def count_read() -> int:
 
 
 def measure(name: str, n_ranks: int) -> dict[str, Cost]:
-    """Measure a save on the shipped layout, a resume on this layout, and a resume on a different layout."""
+    """Measure a save on the shipped layout, and the time to resume on this layout and on a different layout."""
     shipped, other = MODELS[name]
     planned = plan(name, n_ranks, shipped)
     rank = n_ranks * 5 // 8 + 1

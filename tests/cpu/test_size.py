@@ -1,8 +1,8 @@
 """Limit the code tokens of each part: names, operators, numbers and strings, without docstrings and comments.
 
 If a part exceeds its guide, remove a feature or simplify. Longer lines do not help, because the limits are on tokens
-and on tokens per line. Only `.ci/run` runs these tests, so a fork may exceed the limits. The tests need Python 3.11,
-because 3.12 splits f-strings into tokens.
+and on tokens per line. Only `.ci/run` runs these tests, so a fork of this repository is allowed to exceed the limits.
+The tests need Python 3.11, because 3.12 splits f-strings into tokens.
 """
 
 import ast

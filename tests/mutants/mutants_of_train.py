@@ -56,7 +56,7 @@ def schedule_as_long_as_this_start(original, config, layout, device_type):
     at=(loading, "load_checkpoint"),
 )
 def second_moments_rounded_by_a_resume(original, path, tensors, **options):
-    """A resume rounds second moments to bf16. No loss shows it."""
+    """Resuming rounds second moments to bf16. No loss shows it."""
     manifest = original(path, tensors, **options)
     for name, tensor in tensors.items():
         if name.endswith("exp_avg_sq"):
@@ -66,7 +66,7 @@ def second_moments_rounded_by_a_resume(original, path, tensors, **options):
 
 @in_resumed_start("dp2", kind="lr", at=(resuming, "set_step"))
 def schedule_shifted_by_a_resume(original, lr_scheduler, step):
-    """The first step after a resume uses the learning rate of the saved step again."""
+    """The first step after resuming uses the learning rate of the saved step again."""
     original(lr_scheduler, step - 1)
 
 

@@ -26,7 +26,7 @@ def run_loop(section: Profiling, folder, *, n_steps: int, resumed_step: int = 0)
 
 
 def traced_matmuls(path) -> list[int]:
-    """Return the steps whose matrix product is in the trace."""
+    """Return the steps whose matmul is in the trace."""
     events = load_json(path)["traceEvents"]
     return [
         event["args"]["Input Dims"][0][0] for event in events if event.get("name") == "aten::mm"

@@ -68,7 +68,7 @@ def open_saver(run, mode: str, folder: Path) -> CheckpointSaver:
 
 
 def save_and_resume(rank: int, world_size: int, overrides: dict, folder: str) -> dict[str, list]:
-    """Worker: save steps 1 and 2 in every mode. Return mode -> what differs after a resume, and two steps later."""
+    """Worker: save steps 1 and 2 in every mode. Return mode -> what differs after resuming, and two steps later."""
     run, differing, saved = compare.build_table_run(world_size, overrides), {}, {}
     with ExitStack() as stack:
         savers = [stack.enter_context(open_saver(run, mode, Path(folder))) for mode in MODES]

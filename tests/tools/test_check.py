@@ -291,6 +291,7 @@ SAID = f"""
 --{P}data_parallel_shard_degree=2 | 3 | Set this key to -1.
 {FLOAT8} {CP}=2 --training.seq_len=40 --training.local_batch_size=1 | 2 | Use a multiple of 32
 {PP}=8 | 8 | Use 6 layers or more
+{PP}=8 --{P}pipeline_parallel_layers_per_stage=1 --{P}pipeline_parallel_first_stage_less_layers=3 | 8 | Raise pipeline
 debug_3d | 8 | Write --config debug_3d
 --ranks=8 | 8 | A key starts with its section
 --profiling.enable_profiling --profiling.profile_freq=3 | 2 | Use 4 or more

@@ -1,8 +1,9 @@
 """Test that environment.py finds or creates a Python with the packages, whatever state earlier starts have left. No
 network is used.
 
-`mine` is the Python that starts environment.py: an environment without packages. A stub of venv creates environments
-without pip. A stub of pip records its arguments and writes the files by which importlib.metadata finds a package.
+`mine` is the Python that starts environment.py: an environment without packages. A stub replaces venv, and creates
+environments without pip. A stub replaces pip: it records its arguments and writes the files by which importlib.metadata
+finds a package.
 """
 
 import shutil

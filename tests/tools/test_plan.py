@@ -84,7 +84,8 @@ def test_a_dry_run_prints_the_plan_and_the_traffic_of_closed_form_and_dry_run(ru
 
 
 def test_the_memory_table_shows_the_fullest_rank():
-    """In a V schedule, pp ranks 2 and 3 have equal stages, but the last rank has more microbatches in flight."""
+    """In a V schedule, the stages of pp ranks 2 and 3 have equal sizes, but pp rank 3 has more microbatches in
+    flight."""
     v_schedule = f"--{SCHEDULE}=ZBVZeroBubble --{MODE}=none --compile.no_enable"
     planned = read(f"llama3_8b 64 --{PP}=4 --{BATCH}=32 {v_schedule}")
     table = describe_memory(planned)

@@ -30,7 +30,7 @@ KEYS = """
 
 @pytest.fixture(scope="module")
 def folder(run_training, letters, tmp_path_factory):
-    """Train a model with experts on a pipeline, with traces. Stop the run after step 3, and resume it."""
+    """Train an MoE model in a pipeline, and record traces. Stop the run after step 3, and resume it."""
     parent = tmp_path_factory.mktemp("report")
     folder = parent / "a run"
     *_, corpus = letters

@@ -1,4 +1,4 @@
-"""In a save or a resume, a rank reads and sends few bytes and opens few files, even if there are many thousands of
+"""When ranks save or resume, a rank reads and sends few bytes and opens few files, even if there are many thousands of
 ranks."""
 
 from itertools import product

@@ -123,8 +123,8 @@ class Saved(NamedTuple):
 
 
 def create_optimizer_state(optimizer: Optimizer) -> None:
-    """Take a step with zero gradients, so that the optimizer allocates its state. This step may change the weights by
-    weight decay."""
+    """Take a step with zero gradients, so that the optimizer allocates its state. Weight decay may change the weights
+    in this step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:

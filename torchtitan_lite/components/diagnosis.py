@@ -1,9 +1,9 @@
 """Explain why a step failed: which rank and module produced the first NaN or infinity, or what uses the memory.
 
 Loaded only if a step fails. The gradient norm covers the whole model, so all ranks find in the same step that it is not
-finite. When the norm is known, the tensors no longer show on which rank the first NaN or infinity appeared: a NaN in
-one pipeline stage reaches the loss in the last stage, and a NaN on one tp rank reaches the sums on all tp ranks. The
-weights have not changed, so all ranks repeat forward and backward with hooks on every module. A hook checks
+finite. By then, the tensors no longer show on which rank the first NaN or infinity appeared. A NaN in one pipeline
+stage reaches the loss in the last stage, and a NaN on one tp rank reaches the sums on all tp ranks. The weights have
+not changed, so all ranks repeat forward and backward with hooks on every module. A hook checks
 
     forward     the output of the module
     backward    the gradient of its inputs

@@ -183,7 +183,10 @@ def check_stages(section: Parallelism, n_layers: int) -> Refused:
         yield "parallelism.pipeline_parallel_layers_per_stage", why, remedy
     elif n_layers < n_stages - 2:
         why = f"each of the {n_stages} pipeline stages ({pp} pp ranks, {name}) needs a layer, except the first and last"
-        yield "model.n_layers", why, f"Use {n_stages - 2} layers or more, or fewer pp ranks"
+        remedy = f"Use {n_stages - 2} layers or more, or fewer pp ranks"
+        if section.pipeline_parallel_layers_per_stage:
+            remedy = "Raise pipeline_parallel_layers_per_stage, or lower the two keys that end in stage_less_layers"
+        yield "model.n_layers", why, remedy
 
 
 def check_microbatches(config: Config, layout: Layout) -> Refused:
@@ -290,7 +293,7 @@ def list_different_rows(model_args: ModelArgs) -> list[ModuleRow]:
 
 
 def check_table(model_args: ModelArgs) -> Refused:
-    """Find rows in the table of the model that are not supported."""
+    """Find unsupported rows in the table of a model."""
     place = f"in models/{model_args.name}/table.py"
     ends = list_end_modules(model_args)
     for row in ends:  # all modules inside one child of the model are on the same pipeline stage

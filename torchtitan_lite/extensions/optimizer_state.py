@@ -1,11 +1,11 @@
 """Raise an error for an optimizer that the trainer cannot call, that fails inside torch, or that has unsaved state.
 This file is loaded for all optimizers except AdamW and SGD.
 
-A checkpoint saves the tensors in state[parameter], and a resume restores the tensors that the first step creates. When
-a run resumes, it would reset a number in state[parameter], in a parameter group or in an attribute, and also a tensor,
-a list or a second optimizer in an attribute. The losses would then differ from the losses of an unbroken run. A state
-that is a DTensor with the placement Partial is not supported. For example, a mean over a sharded dim stays Partial
-until `redistribute` reduces it over the ranks.
+A checkpoint saves the tensors in state[parameter], and resuming restores the tensors that the first step creates.
+Resuming would reset a number in state[parameter], in a parameter group or in an attribute. It would also reset a
+tensor, a list or a second optimizer in an attribute. The losses would then differ from the losses of an unbroken run. A
+state that is a DTensor with the placement Partial is not supported. For example, a mean over a sharded dim stays
+Partial until `redistribute` reduces it over the ranks.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ OF_TORCH = {*vars(Optimizer([Tensor()], {})), "params", "param_names", "grad_sca
 def build_watched(
     builder: type[Optimizer], n_moments: int, groups: list[dict], **kernels: bool
 ) -> Optimizer:
-    """Build an optimizer, and make each step raise UserError if it fails in torch, or if a resume would lose state.
+    """Build an optimizer, and make each step raise UserError if it fails in torch, or if resuming would lose state.
 
     Raises UserError if the class does not accept the arguments that build_optimizer passes.
     """
@@ -77,7 +77,7 @@ def build_watched(
 def find_unsaved(
     optimizer: Optimizer, earlier: dict[int, dict]
 ) -> Iterator[tuple[str, object, str]]:
-    """Yield each state that a resume would lose: its name, its value, and where it is stored."""
+    """Yield each state that resuming would lose: its name, its value, and where it is stored."""
     for owner, state in optimizer.state.items():
         before = earlier.get(id(state), state)
         for name, value in state.items():

@@ -86,7 +86,7 @@ class Starts(DefaultLogsSpecs):
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent. Before a restart, the agent prints the first cause of the failure. After a signal, the agent
+    """torchrun's agent. Before a restart, the agent prints the root cause of the failure. After a signal, the agent
     starts no ranks."""
 
     def __init__(
@@ -134,7 +134,7 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def explain(self, rank: int, failure: ProcessFailure) -> Ending:
-        """Return the first cause of a failure on this host: an error or a signal. `rank` is the rank that torchrun
+        """Return the root cause of a failure on this host: an error or a signal. `rank` is the rank that torchrun
         reports.
 
         If several ranks end together, torchrun may report any of them, so the oldest error.json is used. A rank that

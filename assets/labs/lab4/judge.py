@@ -20,7 +20,7 @@ def read_action(text: str) -> Action:
 
 
 def find_fault(order: Order) -> str:
-    """Return an error text if an action does not run exactly once or the ranks deadlock, else ""."""
+    """Return an error message if an action does not run exactly once, or if the ranks deadlock. Otherwise return ""."""
     times = Counter(chain(*order))
     last_stage, _, _ = max(times)
     n_microbatches = 1 + max(microbatch for _, _, microbatch in times)

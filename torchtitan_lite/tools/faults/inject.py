@@ -43,7 +43,7 @@ def kill_torchrun(fault: Fault, run: Run) -> None:
 
 
 def kill_saving(fault: Fault, run: Run) -> None:
-    """End this rank 0.05 s after the optimizer update of this step, while all ranks save."""
+    """Kill this rank 0.05 s after this step's optimizer update. At this time, all ranks are saving."""
     run.optimizer.register_step_post_hook(lambda *_: die_after(0.05))
 
 

@@ -51,7 +51,8 @@ def start(lab: Lab, folder: Path) -> None:
 
 
 def judge_work(lab: Lab, folder: Path) -> int:
-    """Run the judge of a lab in its working copy, and return the exit status of the judge: 0 if the work is right."""
+    """Run the lab's judge.py in the lab's working copy. Return its exit status, which is 0 if the solution is
+    correct."""
     if not folder.is_dir():
         raise UserError(f"{folder} does not exist. Start with: lab {lab.number} start.")
     command = [sys.executable]

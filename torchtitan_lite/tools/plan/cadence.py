@@ -4,7 +4,7 @@
 
 Frequent saves waste time, because each save stalls the run for P. Rare saves waste work, because an interruption loses
 the work since the last save, which is half an interval on average. Failures are random, with a mean time M between two
-failures. The expected time for T of work is M * exp(S/M) * (exp((T+P)/M) - 1).
+failures. The expected duration of one interval, with the work T, is M * exp(S/M) * (exp((T+P)/M) - 1).
 
 Llama 3 405B on 16,384 GPUs had 419 unexpected interruptions in 54 days (arXiv:2407.21783, table 5): M = 54 * 24 / 419 =
 3.09 hours. If a restart takes 10 minutes and a save stalls for 10 s, the best interval is 7.8 minutes and goodput is

@@ -1,4 +1,4 @@
-"""Estimate the peak memory of one rank in bytes, with formulas.
+"""Formulas for the peak memory of one rank, in bytes.
 
     at rest      parameters, gradients (fp32) and optimizer state of the rank's stages, sharded over tp and
                  dp_shard x cp; experts are sharded over ep and efsdp

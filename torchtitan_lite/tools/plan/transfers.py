@@ -1,4 +1,4 @@
-"""Compute the bytes that one rank moves in one step, with formulas. A dry run records the same calls (meter.py).
+"""Formulas for the number of bytes that one rank moves in one step. A dry run records the same calls (meter.py).
 
     axis              tensors                                           number of calls
     tp                hidden states (B, S/cp, D)                        4 per layer and microbatch (2 in an MoE layer),

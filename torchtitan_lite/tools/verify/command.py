@@ -4,7 +4,7 @@
                 training.skip_spikes, a sixth step has a spike
     deep        one step with twelve layers, twelve microbatches, and rows of 280 tokens or more
     train.py    three runs of train.py: in one process, in the layout, and resumed in a second layout
-    bfloat16    two steps, compared with one rank that rounds in the same places
+    bfloat16    two steps, compared with one rank that rounds the same tensors
     float8      three steps, compared in the same way
 
 The certificate contains the verdict, and lists the keys of the given config that are not covered or were replaced. A
@@ -189,7 +189,7 @@ def changes_results(key: str) -> bool:
 
 
 def list_values(reduction: Reduction, config: Config) -> dict[str, object]:
-    """Return key -> value, for the config keys and model sizes that can change a result.
+    """Return the values of all config keys and model sizes that can change a result, as key -> value.
 
     Automatic values are resolved with the layout of the wide trial.
     """

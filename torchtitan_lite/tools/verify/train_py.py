@@ -6,7 +6,7 @@ validation, save and resume.
     a second layout             3 4       on the same ranks, with a different ep if possible, from the last checkpoint
 
 train.py is started three times in warm workers. All numbers in metrics.jsonl that have a bound in BOUNDS (trial.py) are
-compared. The checkpoints after each step are compared too, because a loss would not show that a resume has rounded the
+compared. The checkpoints after each step are compared too, because a loss would not show that resuming has rounded the
 optimizer state. This trial cannot find faults that also occur in one process. The tests find such faults.
 """
 

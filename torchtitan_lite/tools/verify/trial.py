@@ -1,8 +1,8 @@
 """Run one trial: train a reduced config for a few steps on all ranks of its layout, and find the first error above its
 bound.
 
-In bfloat16 and float8, the trial checks that a layout rounds in the same places as a single rank. The single rank runs
-the same microbatches one by one, rounds the gradients of each microbatch, and adds them in float32.
+In bfloat16 and float8, the trial checks that the ranks of a layout round the same tensors as a single rank. The single
+rank runs the same microbatches one by one, rounds the gradients of each microbatch, and adds them in float32.
 
     dp, pp    only change the order of float32 sums, so results can differ from one rank by up to 1e-5
     tp, cp    also add partial products in bfloat16; errors are measured against the plain loop in float32, and may be
@@ -154,7 +154,7 @@ def repeat_steps(
 
 
 def describe_run(trial: Trial, config: Config, steps: list[PlainStep], ranks: list[Seen]) -> Trial:
-    """Complete a trial with the config that ran, the keys that had an effect, and the keys with shared code."""
+    """Add to a trial the config that ran, the keys that had an effect, and the keys whose code both sides share."""
     ran = with_value(config, "training.max_norm", round(steps[0].max_norm, 3))
     acted = merge(rank.acted for rank in ranks)
     return replace(trial, ran=((ran, acted),), shared=tuple(steps[0].shared))
