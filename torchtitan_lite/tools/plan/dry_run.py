@@ -90,8 +90,8 @@ def dry_run(planned: PlannedRun, pp_rank: int = 0) -> Meter:
             stepping.train_step(run, batch.with_fields(fields))
         except (ArithmeticError, RuntimeError) as error:
             raise UserError(
-                f"a step on tensors without values raises an error in this layout: {describe_crash(error)}."
-                " Correct this code, or change the layout. `verify` runs steps with values"
+                f"a step on tensors without values raises an error in this layout: {describe_crash(error)}. If this "
+                "code needs values, use `verify`, which runs real steps. Otherwise, correct it, or change the layout"
             ) from error
         meter.parameters = run.parameters
     return meter
