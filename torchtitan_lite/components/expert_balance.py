@@ -70,7 +70,7 @@ class ExpertBalance:
         self.routers: dict[int, Router] = {}  # layer number -> router
         for part in parts:
             for layer, moe in list_moes(part):
-                moe.router.reset(device)
+                moe.router.expert_bias = torch.zeros(self.moe.n_experts, device=device)
                 self.routers[layer] = moe.router
                 moe.router.register_forward_hook(partial(self.observe, layer))
 

@@ -69,10 +69,6 @@ class Router(nn.Module):
         bias = torch.zeros(args.n_experts, dtype=torch.float32)
         self.register_buffer("expert_bias", bias)  # (E,) fp32, saved in checkpoints
 
-    def reset(self, device: torch.device) -> None:
-        """Allocate the bias on `device` and set it to zero."""
-        self.expert_bias = torch.zeros_like(self.expert_bias, device=device)
-
     def forward(self, x: Tensor) -> Routing:
         """Choose the experts of each token, x (B, S, D)."""
         logits = F.linear(x.float(), self.weight.float())  # (B, S, E)

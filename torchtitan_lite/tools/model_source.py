@@ -175,7 +175,8 @@ def build_model(source: ModelSource) -> nn.Module:
         model = find_model_class(model_args.name)(model_args, attention=source.attention)
     model.to(dtype).to_empty(device=device).eval()
     for _, moe in list_moes(model):
-        moe.router.reset(device)
+        # fp32, whatever the dtype of the weights
+        moe.router.expert_bias = torch.zeros(model_args.moe.n_experts, device=device)
     share_embedding(model)
     tensors = dict(model.named_parameters())
     for fqn in list_expert_biases(model_args):

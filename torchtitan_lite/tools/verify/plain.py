@@ -178,13 +178,12 @@ class PlainExperts:
     def __init__(self, moe: MoE, layer: int, *, biases_decide: bool):
         self.moe = moe
         router = moe.router
-        router.reset(torch.device("cpu"))
         top_k = router.args.top_k
         n_decided = top_k if biases_decide else min(1, top_k - 1)
         bias = torch.zeros(router.n_experts)
         bias[0] = -DECIDES
         bias[1 : 1 + n_decided] = DECIDES
-        router.expert_bias.copy_(bias.roll(layer))
+        router.expert_bias = bias.roll(layer)
         moe.forward = self.forward
 
     def forward(self, x: Tensor) -> Tensor:
