@@ -1,6 +1,7 @@
 """Compute the learning rate of a step from its number and [lr_scheduler]. All functions are pure."""
 
-from math import isfinite
+from contextlib import suppress
+from math import isfinite, nan
 
 from torchtitan_lite.config.choices import DECAYS
 from torchtitan_lite.config.extensions import load_module
@@ -14,7 +15,7 @@ def learning_rate_factor(section: LRScheduler, step: int) -> float:
     The schedule is a warm-up, a constant rate, and a decay to min_lr_factor.
 
     `total_steps` is resolved. Without decay_ratio, the decay starts right after the warm-up. A run may end before the
-    warm-up ends. Raises UserError if a fork's decay returns NaN or infinity.
+    warm-up ends. Raises UserError if a fork's decay has no finite value.
     """
     if step < section.warmup_steps:
         return (step + 1) / section.warmup_steps
@@ -25,7 +26,9 @@ def learning_rate_factor(section: LRScheduler, step: int) -> float:
     if step < decay_start:
         return 1.0
     progress = min(1.0, (step - decay_start) / max(1, section.total_steps - decay_start))
-    left = DECAYS[section.decay_type](progress)
+    left = nan
+    with suppress(ArithmeticError, ValueError):
+        left = DECAYS[section.decay_type](progress)
     if not isfinite(left):
         raise UserError(
             f"lr_scheduler.decay_type = {section.decay_type!r}: the decay is {left} in step {step + 1}. "
@@ -59,6 +62,9 @@ def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
     """
     section = config.lr_scheduler
     n_steps = config.training.steps
+    learning_rate_factor(
+        section, n_steps
+    )  # the scheduler also computes the factor after the last step
     last = learning_rate_factor(section, n_steps - 1)
     notices = []
     if section.total_steps < n_steps or config.optimizer.lr * last <= 0:
