@@ -253,16 +253,14 @@ def check_vocabulary(
     # plain-text samples use no special tokens except BOS and EOS
     unused = set(tokenizer.special.values()) - {tokenizer.bos_id, tokenizer.eos_id}
     largest_id = max(tokenizer.bytes_of_id.keys() - unused)
-    n_rows = model_args.vocab_size
-    if largest_id < n_rows:
+    if largest_id < model_args.vocab_size:
         return []
-    n_ids = tokenizer.vocab_size
     token = tokenizer.decode([largest_id])
     why = f"a text may use the id {largest_id} ({token!r}) of {config.model.hf_assets_path}"
-    remedy = f"Set it to {n_ids} or more, or choose a different {TOKENIZER}"
+    remedy = f"Set it to {tokenizer.vocab_size} or more, or choose a different {TOKENIZER}"
     if weights:
-        remedy = f"Call resize_token_embeddings({n_ids}) of transformers, or leave out {TOKENIZER}"
-    return [Problem("model.vocab_size", n_rows, why, remedy)]
+        remedy = f"Call resize_token_embeddings({tokenizer.vocab_size}) of transformers, or leave out {TOKENIZER}"
+    return [Problem("model.vocab_size", model_args.vocab_size, why, remedy)]
 
 
 # ---------------------------------------------------------------- notices

@@ -285,6 +285,7 @@ SAID = f"""
 --training.global_batch_size 10 | 2 | Use 8 or 16
 --training.global_batch_size 6 | 4 | Use 4 or 8
 --training.local_batch_size 6 --training.global_batch_size 9 | 2 | Use 8 or 10
+{PP}=4 --training.global_batch_size=3 --training.local_batch_size=1 | 8 | Use 8.
 {CP}=3 --training.seq_len=64 | 3 | Use 60 or 66
 {TP}=2 --{P}data_parallel_shard_degree=2 | 3 | -1, and use a multiple of 2 ranks.
 {TP}=2 | 3 | Use a multiple of 2 ranks, or lower

@@ -5,7 +5,7 @@ checks, and adds checks that read files. Each function checks all of its rules, 
 """
 
 from dataclasses import replace
-from math import ceil
+from math import ceil, lcm
 
 from torchtitan_lite.config.block import list_block_modules, list_end_modules
 from torchtitan_lite.config.choices import SCHEDULES
@@ -145,6 +145,8 @@ def check_batch(config: Config, layout: Layout) -> Refused:
             f"{layout.dp} data-parallel ranks cannot have equal shares of {n_sequences} sequences "
             f"if each share is a multiple of training.local_batch_size = {n_local}"
         )
+        if layout.pp > 1:  # microbatches in rounds of pp, which most schedules can run
+            unit = lcm(unit, layout.pp * layout.microbatch_size * layout.dp)
         yield "training.global_batch_size", why, f"Use {list_multiples(n_sequences, unit)}"
     if layout.pp == 1:
         return

@@ -66,8 +66,8 @@ class Router(nn.Module):
         self.args = args
         self.n_experts = args.n_experts
         self.weight = nn.Parameter(torch.empty(args.n_experts, dim))
-        bias = torch.zeros(args.n_experts, dtype=torch.float32)
-        self.register_buffer("expert_bias", bias)  # (E,) fp32, saved in checkpoints
+        # (E,) fp32, saved in checkpoints
+        self.register_buffer("expert_bias", torch.zeros(args.n_experts))
 
     def forward(self, x: Tensor) -> Routing:
         """Choose the experts of each token, x (B, S, D)."""
