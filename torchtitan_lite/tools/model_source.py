@@ -38,9 +38,6 @@ from torchtitan_lite.models.registry import CONFIG, LENGTH
 from torchtitan_lite.parallel.process_groups import choose_device
 from torchtitan_lite.tools.detect import detect_machine
 
-# on a CPU, bfloat16 is slower than float32
-DEFAULT_DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-
 
 class SourceError(UserError):
     """Raised if a source or a prompt cannot be used."""
@@ -166,7 +163,10 @@ def build_model(source: ModelSource) -> nn.Module:
     """Build the model and load its weights: on a GPU if there is one, otherwise on the CPU."""
     device = choose_device(0, detect_machine().device_type)
     model_args = source.model_args
-    dtype = DEFAULT_DTYPES[device.type]
+    dtype = torch.float32  # on a CPU, bfloat16 is slower
+    if device.type == "cuda":
+        dtype = torch.bfloat16
+        tell("weights are rounded to bfloat16, the dtype in which the GPU computes")
     if why := explain_strides(model_args, str(dtype).removeprefix("torch.")):
         raise SourceError(
             f"{source.path}: {why}. Pad the experts with zeros to a supported size; this does not change results."
