@@ -62,9 +62,8 @@ def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
     """
     section = config.lr_scheduler
     n_steps = config.training.steps
-    learning_rate_factor(
-        section, n_steps
-    )  # the scheduler also computes the factor after the last step
+    # the scheduler also computes the factor after the last step
+    learning_rate_factor(section, n_steps)
     last = learning_rate_factor(section, n_steps - 1)
     notices = []
     if section.total_steps < n_steps or config.optimizer.lr * last <= 0:
