@@ -30,6 +30,7 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from functools import cached_property
@@ -208,10 +209,9 @@ class RunMetrics:
                 sink.write(record)
         if kind in FORMATS:
             width = len(str(self.n_steps))
-            figures = FORMATS[kind](fields)
-            figures[0] = f"step {step:{width}}/{self.n_steps}  {figures[0]}"
+            first, *others = FORMATS[kind](fields)
+            line = f"step {step:{width}}/{self.n_steps}  {first}"
             columns, _ = shutil.get_terminal_size(NO_TERMINAL)
-            line, *others = figures
             for figure in others:
                 longer = f"{line}  {figure}"
                 if len(longer) > columns - len("12:30:01 "):  # omit what does not fit on the line
@@ -372,35 +372,33 @@ def find_scalars(record: dict[str, Any]) -> dict[str, float]:
 # ---------------------------------------------------------------- console
 
 
-def format_step(fields: dict[str, object]) -> list[str]:
+def format_step(fields: dict[str, object]) -> Iterator[str]:
     """Format a step for the console, with the most important figures first. metrics.jsonl has all figures."""
-    figures = [f"loss {fields['loss']:.5f}", f"grad_norm {fields['grad_norm']:.4f}"]
+    yield f"loss {fields['loss']:.5f}"
+    yield f"grad_norm {fields['grad_norm']:.4f}"
     if "skipped_above" in fields:
-        figures.append(
+        yield (
             f"SKIPPED, the norm is a spike: the median norm is {fields['skipped_above']:.4g} "
             f"({fields['skipped_steps']} skipped so far)"
         )
     if fields["remaining_s"]:
-        figures.append(f"{timedelta(seconds=round(fields['remaining_s']))} left")
-    figures.append(f"{fields['tokens_per_s_per_rank']:,.0f} tok/s/rank")
+        yield f"{timedelta(seconds=round(fields['remaining_s']))} left"
+    yield f"{fields['tokens_per_s_per_rank']:,.0f} tok/s/rank"
     if fields["mfu_full"] is not None:
-        figures.append(f"MFU {fields['mfu_full']:.1%}")
+        yield f"MFU {fields['mfu_full']:.1%}"
     if "expert_max_over_mean" in fields:
         dead = f", {fields['expert_dead_share']:.0%} dead" if fields["expert_dead_share"] else ""
-        figures.append(f"experts {fields['expert_max_over_mean']:.1f}x mean{dead}")
-    figures.append(f"lr {fields['lr']:.2e}")
-    figures.append(f"{fields['peak_memory_gib']:.3g} GiB")
-    figures.append(f"{fields['step_time_s']:.3g} s")
-    return figures
+        yield f"experts {fields['expert_max_over_mean']:.1f}x mean{dead}"
+    yield f"lr {fields['lr']:.2e}"
+    yield f"{fields['peak_memory_gib']:.3g} GiB"
+    yield f"{fields['step_time_s']:.3g} s"
 
 
-def format_validation(fields: dict[str, object]) -> list[str]:
+def format_validation(fields: dict[str, object]) -> Iterator[str]:
     """Format a validation for the console."""
-    return [
-        f"val_loss {fields['val_loss']:.5f}",
-        f"perplexity {fields['val_perplexity']:.4g}",
-        f"{fields['val_bits_per_byte']:.4f} bits/byte",
-    ]
+    yield f"val_loss {fields['val_loss']:.5f}"
+    yield f"perplexity {fields['val_perplexity']:.4g}"
+    yield f"{fields['val_bits_per_byte']:.4f} bits/byte"
 
 
 # kinds of records that the console shows
