@@ -1,5 +1,6 @@
 """Compute the learning rate of a step from its number and [lr_scheduler]. All functions are pure."""
 
+from collections.abc import Iterator
 from contextlib import suppress
 from math import isfinite, nan
 
@@ -54,8 +55,8 @@ def list_rates(config: Config, step: int) -> dict[str, float]:
 # ---------------------------------------------------------------- notices
 
 
-def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
-    """Return a notice if the learning rate is not above 0 before the last step, and a notice if the rate never reaches
+def describe_unusual_rates(config: Config, resumed_step: int) -> Iterator[str]:
+    """Yield a notice if the learning rate is not above 0 before the last step, and a notice if the rate never reaches
     its peak.
 
     `config` is resolved.
@@ -65,12 +66,10 @@ def describe_unusual_rates(config: Config, resumed_step: int) -> list[str]:
     # the scheduler also computes the factor after the last step
     learning_rate_factor(section, n_steps)
     last = learning_rate_factor(section, n_steps - 1)
-    notices = []
     if section.total_steps < n_steps or config.optimizer.lr * last <= 0:
-        notices += load_module("config.idle_steps").describe_idle_steps(config, resumed_step)
+        yield from load_module("config.idle_steps").describe_idle_steps(config, resumed_step)
     if section.warmup_steps > n_steps and last < 0.999:
-        notices.append(
+        yield (
             f"lr_scheduler.warmup_steps exceeds the number of steps ({section.warmup_steps} > {n_steps}): "
             f"the learning rate only reaches {100 * last:.3g}% of optimizer.lr"
         )
-    return notices

@@ -19,7 +19,7 @@ import json
 import os
 import shlex
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -284,14 +284,14 @@ STDLIB_TOKENS = 3_600_000
 MOST_EPOCHS = 4  # epochs beyond this number help little: arXiv:2305.16264
 
 
-def describe_epochs(training: Training) -> list[str]:
-    """If a run repeats python_stdlib often, return a notice with the commands that prepare a larger corpus."""
+def describe_epochs(training: Training) -> Iterator[str]:
+    """If a run repeats python_stdlib often, yield a notice with the commands that prepare a larger corpus."""
     n_tokens = training.steps * training.global_batch_size * training.seq_len
     n_epochs = n_tokens / STDLIB_TOKENS
     if training.dataset != ["python_stdlib"] or n_epochs < MOST_EPOCHS:
-        return []
+        return
     file = "HuggingFaceFW/fineweb-edu sample/10BT/000_00000.parquet"
     download = f"hf download {file} --repo-type dataset --local-dir fineweb-edu"
     prepare = name_command("prepare fineweb-edu --out data/fineweb-edu")
     why = f"the run reads {n_epochs:,.0f} epochs of {STDLIB_TOKENS / 1e6}M tokens of python_stdlib"
-    return [f"{why}. For --training.dataset data/fineweb-edu: {download}; {prepare}"]
+    yield f"{why}. For --training.dataset data/fineweb-edu: {download}; {prepare}"
