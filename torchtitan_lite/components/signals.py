@@ -33,6 +33,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import NoReturn
@@ -62,14 +63,14 @@ def handle_signals(handler: Callable | signal.Handlers) -> None:
             signal.signal(number, handler)
 
 
+@dataclass(eq=False)
 class StopFlag:
-    """Stores the signal that this process received. Call `listen` to start. `rank` is for messages."""
+    """Stores the signal that this process received. Call `listen` to start."""
 
-    def __init__(self, rank: str = ""):
-        self.rank = rank
-        self.received = 0  # number of the signal; 0 if there is none
-        self.received_at_s = 0.0
-        self.find_phase: Callable[[], Phase] = lambda: Phase.START
+    rank: str = ""  # for messages
+    received: int = 0  # number of the signal; 0 if there is none
+    received_at_s: float = 0.0
+    find_phase: Callable[[], Phase] = lambda: Phase.START
 
     def follow(self, find_phase: Callable[[], Phase]) -> None:
         """From now on, let `find_phase` (called in another thread) determine the effect of a signal."""

@@ -164,16 +164,15 @@ class SampleReader:
 # ---------------------------------------------------------------- order
 
 
+@dataclass(eq=False)
 class Sampler:
     """Chooses the order in which a run draws samples. The order depends only on the seed.
 
     An epoch contains every sample once. With training.dataset_weights, weighted_sampler.py replaces this class.
     """
 
-    def __init__(self, n_samples: Sequence[int], seed: int):
-        """`n_samples`: the number of samples in each corpus."""
-        self.n_samples = n_samples
-        self.seed = seed
+    n_samples: Sequence[int]  # number of samples in each corpus
+    seed: int
 
     def count_epochs(self, n_draws: int) -> list[float]:
         """Return the number of epochs of each corpus in the first `n_draws` draws."""
