@@ -131,6 +131,7 @@ surrogate.jsonl | {"text": "\\ud800"} | row 1: 'utf-8' codec can't encode charac
 empty.jsonl | {"text": ""} | these files (1) have no text
 commas.json | {\n"text": "x"},\n{"text": "y"} | commas.json cannot be read: Expecting value: line 2
 latin.txt | one\ntwo caf\xe9 | latin.txt cannot be read: 'utf-8' codec can't decode byte 0xe9 in position 11
+mac.txt --encoding=cp1252 | caf\x8e \x81 | so it is not cp1252
 latin.jsonl | {"text": "x"}\n{"text": "caf\xe9"} | row 2: 'utf-8' codec can't decode byte 0xe9 in position 13
 twice.jsonl | {"text": "x"}\n{"text": "x", "text": "y"} | row 2: an object has the key 'text' more
 twice.json | [{"text": "x",\n"text": "y"}] | the key 'text' more than once

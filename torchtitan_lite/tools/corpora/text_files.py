@@ -89,7 +89,9 @@ def decode(content: bytes, encoding: str) -> str:
     try:
         text = content.decode(encoding)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{error}. Name its encoding to `prepare`: --encoding cp1252") from None
+        raise ValueError(
+            f"{error}, so it is not {encoding}. Name its encoding to `prepare` with --encoding"
+        ) from None
     if "\0" in text:
         raise ValueError(
             f"character {text.index(chr(0))} is NUL: a binary file, or UTF-16 without a mark (--encoding utf-16-le)"
