@@ -71,8 +71,8 @@ class Row(NamedTuple):
 
 
 def read_keys(words: str, names: Mapping[str, Any]) -> dict[str, object]:
-    """Return the keys that the words set. A word is KEY=VALUE, or a name in `names`, which stands for a key or for a
-    dict of keys."""
+    """Return the config keys and values that `words` lists. A word is KEY=VALUE, or a name in `names`, which
+    stands for a key or for a dict of keys."""
     keys = {}
     for word in words.split():
         key, _, value = word.partition("=")

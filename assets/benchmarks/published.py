@@ -1,4 +1,4 @@
-"""Fit constants of cluster.py to published runs, and print the error on runs that the fit has not seen.
+"""Fit the constants in cluster.py to published runs, and print the error on runs that were left out of the fit.
 
     python3 -m assets.benchmarks.published      assets/benchmarks/published_layouts.csv  ->  the rows of BARS
 
@@ -114,8 +114,8 @@ FLASH2 = {
 class OtherWorkload(Workload):
     """A training step of a trainer other than this one.
 
-    With the engine torch, DTensor copies all-gathered tensors, and each microbatch of a pipeline has a receive buffer.
-    Other engines have one receive buffer per pp rank.
+    If `engine` is torch, DTensor copies every all-gathered tensor, and a pipeline has a receive buffer for each
+    microbatch. Other engines have one receive buffer per pp rank.
     """
 
     engine: str = "torch"  # or megatron, deepspeed

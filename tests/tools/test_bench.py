@@ -1,4 +1,4 @@
-"""Test `bench`: contenders take turns, and ratios are computed within each round. No test depends on a speed."""
+"""Test `bench`: contenders take turns, and ratios are computed within each round. No test depends on timing."""
 
 from argparse import Namespace
 from dataclasses import replace

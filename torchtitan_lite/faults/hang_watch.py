@@ -19,8 +19,8 @@ deletes the files of all earlier starts (dump_folder.py).
 gloo aborts a rank if its collective differs from the collectives of its peers. A rank that ends with an error, or
 because another rank has ended, writes a report of the same kind to hang/restart-0/failed-00003.json.
 
-extensions/hang_report.py finds out what a rank is doing, and writes the report. This file is loaded only if a report or
-a warning is due.
+extensions/hang_report.py finds out what a rank is doing, and writes the report. hang_report.py is loaded only when
+there is a report or a warning to write.
 """
 
 import json

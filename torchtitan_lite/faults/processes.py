@@ -3,10 +3,10 @@
     run_train.sh       launcher  <-  fork server  <-  ranks
     plain torchrun     torchrun  <-  ranks
 
-A process to the right of `<-` asks the kernel to kill it as soon as its parent ends (PR_SET_PDEATHSIG). The kernel also
-kills a rank that is stopped or holds the GIL, because no Python code has to run. Without this request, a fork server
-would outlive the launcher, because the ranks hold its pipe open (tools/fork_server.py). The workers of `verify` and
-`prepare` also send this request to the kernel.
+A process to the right of `<-` asks the kernel to kill it as soon as its parent ends (PR_SET_PDEATHSIG). This also works
+for a rank that is stopped or holds the GIL, because the kernel ends it, and no Python code has to run. Without this
+request, a fork server would outlive the launcher, because the ranks hold its pipe open (tools/fork_server.py). The
+workers of `verify` and `prepare` also send this request to the kernel.
 """
 
 import ctypes

@@ -18,8 +18,8 @@ microbatches, each block runs this many collectives per step:
     1            unsharded         unsharded         1             1                 1, 1
 
 The optimizer state is always sharded. Under PP, torch's pipeline runtime reduces gradients once per step; with ZeRO
-stage 3, parameters are resharded after each forward, but not after each backward. The head stays unsharded from its
-forward to its backward. An embedding is all-gathered in forward only, unless it is tied to the head. Under PP, with
+stage 3, parameters are resharded after each forward, but not after each backward. The head is not resharded between its
+forward and its backward. An embedding is all-gathered in forward only, unless it is tied to the head. Under PP, with
 fp32 and ZeRO stage 1, each model part is a single FSDP group (gathers_whole_parts in config/layout.py). If nothing is
 sharded, ZeRO stage 1 avoids copying the gradients of each microbatch. However, at the end of the step, the caching
 allocator reserves memory for the gradients twice, once for each CUDA stream: 162 GiB instead of 135 for Llama 3.1 8B on

@@ -217,7 +217,8 @@ def find_idle(files: dict[int, dict]) -> dict[int, str]:
 
 
 def find_unusual_calls(files: dict[int, dict]) -> dict[int, str]:
-    """Return rank -> description of its call, for the ranks whose call differs from their own calls in earlier steps.
+    """Find the ranks whose current call differs from their calls in earlier steps. Return rank -> description of the
+    current call.
 
     Returns {} if the calls of all ranks differ from their calls in earlier steps, as in the first step after a
     validation.

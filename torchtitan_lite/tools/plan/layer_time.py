@@ -204,8 +204,9 @@ class LayerTime:
         """Time of an MoE layer's small kernels in forward. Backward takes twice as long as forward. No trainer compiles
         these kernels.
 
-        With ep, the host waits for the counts of rows, so the device waits for each of these launches. The forecast
-        also adds this time to layouts without ep, where it is 2 % of a step with large microbatches.
+        With ep, the host waits for the row counts before it launches these kernels. Therefore the device is idle until
+        each of these launches. The forecast also adds this time to layouts without ep, where it is 2 % of a step with
+        large microbatches.
         """
         return KERNELS_OF_EXPERTS * self.cluster.host_s
 

@@ -69,8 +69,8 @@ class CallSite:
 
 @cache
 def name_call_site(code: CodeType) -> str:
-    """Return the path of a file within this package, such as "step.py". Return "" for files of other packages and for
-    NO_CALL_SITES."""
+    """Return the path of a file within this package, such as "step.py". Return "" if the file belongs to another
+    package, or is listed in NO_CALL_SITES."""
     path = Path(code.co_filename)
     name = str(path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else ""
     return "" if name.startswith(NO_CALL_SITES) else name
@@ -89,8 +89,8 @@ class Collective:
 
 
 def find_process_group(args: tuple) -> dist.ProcessGroup:
-    """Find the process group in a collective's arguments. A collective gets the process group as an object, or the name
-    of the group as its last string argument."""
+    """Find the process group in a collective's arguments. The group is an object, or a name: the last of the
+    arguments that are strings."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument)
