@@ -154,7 +154,7 @@ def read_records(dump_folder: Path) -> list[dict]:
 
 
 def read_losses(dump_folder: Path, name: str = "loss") -> dict[int, float]:
-    """Return step -> its loss, or the number `name`."""
+    """Return a dict mapping each step to its loss, or to its number `name`."""
     records = read_records(dump_folder)
     numbers = [(record["step"], record[name]) for record in records if name in record]
     assert len(dict(numbers)) == len(numbers), "a step was logged twice"

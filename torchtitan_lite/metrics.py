@@ -359,7 +359,7 @@ def encode_event(**fields: object) -> bytes:
 
 
 def find_scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Return tag -> value for all fields of a record that have a tag and are not null."""
+    """Return a dict mapping tags to values, for all fields of a record that have a tag and are not null."""
     scalars = {}
     for key, value in record.items():
         # "lr/PATTERN" is the learning rate of a group in optimizer.groups

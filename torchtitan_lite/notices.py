@@ -98,7 +98,8 @@ def list_rare_notices(given: UserConfig, spec: RunSpec, restarted: bool) -> Iter
 
 
 def find_situations(spec: RunSpec) -> dict[str, str]:
-    """Return case -> keys that have no effect, for cases that apply to this run and depend on more than one setting.
+    """Return a dict mapping each case to the keys that have no effect, for the cases that apply to this run and depend
+    on more than one setting.
 
     Some rows of WITHOUT_EFFECT join several cases with `and`. A case that has no row of its own maps to an empty
     string.

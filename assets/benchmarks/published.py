@@ -609,7 +609,7 @@ def weigh(rows: Sequence[Row]) -> torch.Tensor:
 
 
 def name_constants(logs: torch.Tensor) -> dict[str, float]:
-    """Return name -> constant. `logs` are the logarithms of the constants, in the order of PRIORS."""
+    """Return a dict mapping names to constants. `logs` are the logarithms of the constants, in the order of PRIORS."""
     return dict(zip(PRIORS, logs.exp().tolist(), strict=True))
 
 
@@ -654,8 +654,8 @@ def fit(rows: list[Row]) -> dict[str, float]:
 
 
 def find_unseen(rows: list[Row]) -> dict[str, list[Unseen]]:
-    """Return key of BARS -> rows, each with the error of its forecast. The constants come from a fit without the row's
-    stack."""
+    """Return a dict mapping keys of BARS to rows, each with the error of its forecast. The constants come from a fit
+    without the row's stack."""
     fits = {}
     groups = defaultdict(list)
     for row in rows:

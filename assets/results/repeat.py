@@ -71,8 +71,8 @@ def last_validation(records: list[dict]) -> dict:
 
 
 def compress(text: bytes, n_trained: int) -> dict[str, float]:
-    """Return program -> bits per byte for the rest of a text, after the program has read the first `n_trained`
-    bytes."""
+    """Return a dict mapping each program to its bits per byte for the rest of a text, after the program has read the
+    first `n_trained` bytes."""
     n_rest = len(text) - n_trained
     sizes = {}
     for name, program in {"gzip -9": gzip.compress, "xz -9e": compress_xz}.items():

@@ -53,7 +53,7 @@ def close(writer: RunMetrics) -> None:
 
 
 def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return tag -> steps and values of the events that TensorBoard shows."""
+    """Return a dict mapping each tag to the steps and values of the events that TensorBoard shows."""
     events = EventAccumulator(str(folder)).Reload()
     tags = events.Tags()["scalars"]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}

@@ -42,7 +42,8 @@ pytestmark = [
 
 
 def count_tokens(source: str) -> dict[int, int]:
-    """Return line number -> number of code tokens that start on it. Lines without tokens are left out."""
+    """Return a dict mapping line numbers to the number of code tokens that start on the line. Lines without tokens are
+    left out."""
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:

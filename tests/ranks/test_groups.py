@@ -149,7 +149,7 @@ def test_each_gloo_group_of_a_pool_has_one_worker():
 
 
 def list_listeners() -> dict[str, str]:
-    """Return inode -> address for each socket of this process that listens."""
+    """Return a dict mapping inodes to addresses, for each socket on which this process listens."""
     own = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
     found = {}
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):

@@ -122,7 +122,7 @@ READER = """
 
 
 def describe_tree(folder: Path) -> dict[Path, tuple]:
-    """Return path -> (mode, time of the last change, content) for every file in a folder."""
+    """Return a dict mapping paths to (mode, time of the last change, content), for every file in a folder."""
     tree = {}
     for path in (folder, *folder.rglob("*")):
         content = path.read_bytes() if path.is_file() else b""

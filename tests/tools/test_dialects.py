@@ -58,7 +58,7 @@ def read_json(text: str) -> Any:
 
 
 def read_cases(text: str) -> dict[str, dict]:
-    """Return name -> the values in the indented lines below the name."""
+    """Return a dict mapping each name to the values in the indented lines below it."""
     cases = {}
     for block in re.split(r"\n(?! )", text.replace("\n    ", " ").strip("\n")):
         name, *lines = block.splitlines()

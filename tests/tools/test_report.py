@@ -60,7 +60,7 @@ def list_titles(page: str) -> list[str]:
 
 
 def read_curve(page: str, name: str) -> dict[int, float]:
-    """Return step -> the number that the page shows in the curve `name`."""
+    """Return a dict mapping steps to the numbers that the page shows in the curve `name`."""
     curve = {}
     for title in list_titles(page):
         if point := re.fullmatch(rf"{re.escape(name)}, step (\d+): (\S+)", title):

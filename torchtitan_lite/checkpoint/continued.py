@@ -27,7 +27,8 @@ def find_resume_rule(key: str) -> Literal["refuse", "note", "free"]:
 
 
 def list_different(config: Config, manifest: Manifest) -> dict[str, tuple[object, object]]:
-    """Return key -> (value in the run that saved the checkpoint, value in this config) for all values that differ."""
+    """Return a dict mapping keys to (value in the run that saved the checkpoint, value in this config) for all values
+    that differ."""
     different = {}
     saved = dict(flatten_table(manifest.run["config"]))
     # older versions of this code had no separate seed for data

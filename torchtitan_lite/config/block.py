@@ -67,7 +67,8 @@ def list_modules(model_args: ModelArgs) -> list[tuple[str, ModuleRow]]:
 
 @lru_cache
 def list_parameters(model_args: ModelArgs) -> dict[str, Parameter]:
-    """Return FQN -> parameter for the whole model, in the order of the model. A tied head is omitted."""
+    """Return a dict mapping FQNs to parameters for the whole model, in the order of the model. A tied head is
+    omitted."""
     parameters = {}
     for prefix, row in list_modules(model_args):
         for name, shape in row.tensors.items():
@@ -78,7 +79,8 @@ def list_parameters(model_args: ModelArgs) -> dict[str, Parameter]:
 
 
 def list_shapes(model_args: ModelArgs) -> dict[str, tuple[int, ...]]:
-    """Return FQN -> global shape of every parameter, in the order of the model. A tied head is omitted."""
+    """Return a dict mapping FQNs to the global shapes of all parameters, in the order of the model. A tied head is
+    omitted."""
     return {fqn: entry.shape for fqn, entry in list_parameters(model_args).items()}
 
 

@@ -49,7 +49,8 @@ def is_small_for_float8(n_out: int, n_in: int, recipe_name: str) -> bool:
 
 
 def list_linears(model_args: ModelArgs) -> dict[str, tuple[int, int]]:
-    """Return FQN -> (out, in) features of every linear layer except the head, routers and experts."""
+    """Return a dict mapping FQNs to the (out, in) features of all linear layers except the head, routers and
+    experts."""
     linears = {}
     for fqn, parameter in list_parameters(model_args).items():
         row = parameter.row

@@ -130,7 +130,7 @@ def read_config(args: list[str]) -> UserConfig:
 def parse_arguments(
     args: list[str], problems: list[Problem], notices: list[str]
 ) -> dict[str, str | bool]:
-    """Return key -> text. Adds problems and notices.
+    """Return a dict mapping keys to texts. Adds problems and notices.
 
     `--section.flag` means True, and `--section.no_flag` means False; - and _ are equivalent.
     """

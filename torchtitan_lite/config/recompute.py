@@ -6,8 +6,8 @@ from torchtitan_lite.config.schema import ActivationCheckpoint
 
 
 def plan_recompute(section: ActivationCheckpoint, layers: Iterable[int]) -> dict[int, str]:
-    """Return layer number -> "none", "op" or "full". Layer numbers are global, so the result is the same on all
-    pipeline stages."""
+    """Return a dict mapping layer numbers to "none", "op" or "full". Layer numbers are global, so the result is the
+    same on all pipeline stages."""
     if section.mode == "memory_budget":  # the compiler chooses what to recompute
         return dict.fromkeys(layers, "none")
     if section.mode != "selective":

@@ -115,7 +115,7 @@ def list_spellings(token: str, vocab: dict[str, int]) -> set[tuple[int, int]]:
 
 
 def find_halves(merges: dict[tuple[int, int], int]) -> dict[int, tuple[int, int]]:
-    """Return a dict: token -> the pair of tokens whose merge produces this token. Leaves out tokens that the merges
+    """Return a dict mapping each token to the pair of tokens whose merge produces it. Leaves out tokens that the merges
     cannot form from bytes."""
     halves = {}
     made = set(merges.values())
@@ -156,8 +156,8 @@ def spell_token(token: str) -> bytes:
 
 
 def spell_bytes() -> dict[str, int]:
-    """Return GPT-2's character -> byte. A printable byte is its own character; the other bytes are U+0100, U+0101,
-    ..."""
+    """Return a dict mapping GPT-2's characters to bytes. A printable byte is its own character; the other bytes are
+    U+0100, U+0101, ..."""
     byte_of = {}
     n_others = 0
     for byte in range(256):

@@ -12,7 +12,8 @@ WRITTEN = ("rope_theta", "rope_scaling", "tie_embeddings", "moe", "name")
 
 
 def load_families(name: str) -> dict[str, Family]:
-    """Return model_type -> family for a model of models/registry.py; {} if the model has no Hugging Face format."""
+    """Return a dict mapping model_type to the family, for a model of models/registry.py; {} if the model has no Hugging
+    Face format."""
     module = MODELS[name].families
     return load_module(module).FAMILIES if module else {}
 
@@ -45,8 +46,8 @@ def list_unwritten(model_args: ModelArgs, family: Family) -> dict[str, tuple[obj
 
 
 def list_added_fields(model_args: ModelArgs, weights: ModelArgs) -> dict[str, object]:
-    """Return field -> value for fields that a fork added. config.json cannot set these fields, because no family has a
-    key for them."""
+    """Return a dict mapping fields to values, for the fields that a fork added. config.json cannot set these fields,
+    because no family has a key for them."""
     families = [family for name in MODELS for family in load_families(name).values()]
     named = set(WRITTEN).union(*((*family.sizes, *family.switches) for family in families))
     for field in fields(weights):

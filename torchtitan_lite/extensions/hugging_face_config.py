@@ -98,7 +98,7 @@ def find_family(model_args: ModelArgs) -> Family:
 
 
 def list_families() -> dict[str, tuple[str, Family]]:
-    """Return model_type -> (name of the first model that supports this type, family)."""
+    """Return a dict mapping each model_type to (name of the first model that supports this type, family)."""
     found = {}
     for name in MODELS:
         for kind, row in load_families(name).items():
@@ -107,7 +107,8 @@ def list_families() -> dict[str, tuple[str, Family]]:
 
 
 def read_published(folder: Path) -> dict[str, JsonObject]:
-    """Return file name -> content of config.json and generation_config.json, if present. Raises UserError."""
+    """Return a dict mapping file names to contents, for config.json and generation_config.json, if present. Raises
+    UserError."""
     published = {}
     for name in (CONFIG, GENERATION_CONFIG):
         if (folder / name).exists():
@@ -184,14 +185,15 @@ def read_windows(config: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def name_fields(config: dict[str, Any], keys: dict[str, str]) -> dict[str, Any]:
-    """Return field -> value for some fields of a dataclass. `keys` maps each field to a key of `config`."""
+    """Return a dict mapping fields to values, for some fields of a dataclass. `keys` maps each field to a key of
+    `config`."""
     return {name: config[key] for name, key in keys.items()}
 
 
 def read_keys(
     content: JsonObject, rows: dict[str, ConfigKey], title: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return key -> value for every row, and a list of problems. A missing key has its default.
+    """Return a dict mapping keys to values for every row, and a list of problems. A missing key has its default.
 
     `title` is the name of the family.
     """

@@ -114,7 +114,7 @@ def has_conversations(corpora: list[str]) -> bool:
 
 
 def name_values(source: object, keys: dict[str, str]) -> dict[str, Any]:
-    """Return key -> value for some fields of a dataclass. `keys` maps each field to a key."""
+    """Return a dict mapping keys to values, for some fields of a dataclass. `keys` maps each field to a key."""
     return {key: getattr(source, name) for name, key in keys.items()}
 
 

@@ -180,7 +180,8 @@ def list_weight_files(path: Path, file_names: dict[str, str]) -> list[Path]:
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return name -> (dtype, shape) for every tensor in a file. Raises HuggingFaceError if the file is incomplete."""
+    """Return a dict mapping names to (dtype, shape) for every tensor in a file. Raises HuggingFaceError if the file is
+    incomplete."""
     safetensors = import_extra("safetensors", "hf")
     described = {}
     try:

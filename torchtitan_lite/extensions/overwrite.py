@@ -31,7 +31,8 @@ FOLDERS_OF_RUN = {
 
 
 def read_earlier(folder: Path) -> dict[str, object]:
-    """Return key -> value in the config of the run that wrote to `folder`, or {} if its config.toml is lost."""
+    """Return a dict mapping keys to values in the config of the run that wrote to `folder`, or {} if its config.toml is
+    lost."""
     try:
         return dict(flatten_table(load_toml(folder / CONFIG_TOML)))
     except ValueError:

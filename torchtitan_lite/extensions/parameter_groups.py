@@ -39,7 +39,7 @@ def find_group(groups: Sequence[ParameterGroup], fqn: str) -> ParameterGroup:
 def list_members(
     groups: Sequence[ParameterGroup], fqns: Iterable[str]
 ) -> dict[ParameterGroup, list[str]]:
-    """Return parameter group -> FQNs of its parameters, for every group and for OTHERS."""
+    """Return a dict mapping each parameter group to the FQNs of its parameters, for every group and for OTHERS."""
     members: dict[ParameterGroup, list[str]] = {group: [] for group in (*groups, OTHERS)}
     for fqn in fqns:
         members[find_group(groups, fqn)].append(fqn)

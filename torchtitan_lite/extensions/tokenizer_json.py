@@ -223,7 +223,8 @@ def find_eos(config: JsonObject, special_map: JsonObject, ids: dict[str, int]) -
 def spell_vocabulary(
     file: dict, ids: dict[str, int], added: Container[str]
 ) -> dict[int, bytes] | None:
-    """Return id -> bytes of the token's text. `added`: tokens that are spelled as plain text, not as byte-level tokens.
+    """Return a dict mapping ids to the bytes of the tokens' texts. `added`: tokens that are spelled as plain text, not
+    as byte-level tokens.
 
     Returns None if a text is not the concatenation of the texts of its tokens, as with the "##" of WordPiece.
     """

@@ -62,7 +62,7 @@ STOP_WITHIN_S = 15.0
 def meet_processes(
     place: Place, store: dist.Store, section: Comm, documents: list[str]
 ) -> dict[int, tuple[int, str]]:
-    """Return rank -> (process id, hostname), for the ranks of this host and one rank of the next host.
+    """Return a dict mapping ranks to (process id, hostname), for the ranks of this host and one rank of the next host.
 
     One rank of the next host is included, in case the launcher of that host is unreachable. `store` is the result of
     join_job. `documents`: hashes of the corpora. Raises UserError if a rank does not answer, or if its corpora differ

@@ -8,7 +8,7 @@ from torchtitan_lite.model.attention import InnerAttention
 
 
 def list_attentions(part: nn.Module) -> dict[str, InnerAttention]:
-    """Return FQN -> module, for all inner attentions of `part`."""
+    """Return a dict mapping FQNs to modules, for all inner attentions of `part`."""
     modules = part.named_modules()
     return {fqn: module for fqn, module in modules if isinstance(module, InnerAttention)}
 

@@ -71,7 +71,7 @@ from torchtitan_lite.parallel.exchange import (
 
 
 def plan_tensor_parallel(part: nn.Module, tp: int) -> dict[str, "LocalStyle"]:
-    """Return FQN -> style for every module of `part` to which TP over `tp` ranks applies.
+    """Return a dict mapping FQNs to styles, for every module of `part` to which TP over `tp` ranks applies.
 
     An MoE layer needs no style, because it processes only this rank's slice of the sequence. Its experts are sharded
     over a different mesh (expert_parallel.py).

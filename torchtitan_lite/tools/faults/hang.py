@@ -172,7 +172,7 @@ def explain(files: dict[int, dict]) -> tuple[list[int], str]:
 
 
 def find_idle(files: dict[int, dict]) -> dict[int, str]:
-    """Return rank -> description of the call that the rank has not made.
+    """Return a dict mapping each rank to a description of the call that it has not made.
 
     These are the ranks that wrote no file, or that wait for no other rank. If all ranks wait, some in a step and some
     between steps, return the smaller of these two groups. If all ranks wait in the same phase, find the oldest pending
@@ -232,7 +232,8 @@ def find_unusual_calls(files: dict[int, dict]) -> dict[int, str]:
 
 
 def find_unsent(files: dict[int, dict]) -> dict[int, str]:
-    """Return rank -> message, for each rank that has computed a result for which a pipeline neighbor still waits."""
+    """Return a dict mapping ranks to messages, for each rank that has computed a result for which a pipeline neighbor
+    still waits."""
     found = {}
     for waiter, file in files.items():
         awaits = file.get("pipeline", {}).get("awaits")
@@ -248,7 +249,8 @@ def find_unsent(files: dict[int, dict]) -> dict[int, str]:
 
 
 def find_odd_calls(files: dict[int, dict]) -> dict[int, str]:
-    """Return rank -> message, for the ranks whose pending call differs from the most common call of their group.
+    """Return a dict mapping ranks to messages, for the ranks whose pending call differs from the most common call of
+    their group.
 
     Only calls with the same sequence number are compared. If no call is more common than all other calls, all ranks
     that wait in calls with this sequence number are returned.

@@ -300,7 +300,7 @@ def find_gpu_row(device_name: str) -> str:
 
 
 def list_strides(layout: Layout) -> dict[str, int]:
-    """Return mesh dim -> distance in ranks between two neighbors along this dim.
+    """Return a dict mapping each mesh dim to the distance in ranks between two neighbors along this dim.
 
     The result also has the dims fsdp, ep and efsdp and, for ZeRO++, the two parts of each FSDP dim: `near` has the
     ranks inside a node, and `far` one rank per node.

@@ -21,7 +21,7 @@ class Calls(NamedTuple):
 
 
 def list_memory(planned: PlannedRun) -> dict[str, Memory]:
-    """Return name -> memory of the fullest pp rank, for each group of equal pp ranks."""
+    """Return a dict mapping names to the memory of the fullest pp rank, for each group of equal pp ranks."""
     rows = {}
     of_ranks = RankMemory(planned.workload)
     for alike in planned.workload.alike:

@@ -100,7 +100,8 @@ class RankMemory:
         return [(kind, *self.estimate_layer(kind)) for kind in self.workload.kinds]
 
     def list_kept(self, kind: LayerKind) -> dict[str, float]:
-        """Return recompute mode -> bytes per token that a layer saves for backward, not counting router and experts.
+        """Return a dict mapping each recompute mode to the bytes per token that a layer saves for backward, not
+        counting router and experts.
 
         Tensors are in the compute dtype and sharded over tp, except those marked "whole". Numbers are KiB of one rank,
         for Llama 8B in bf16.
@@ -147,7 +148,7 @@ class RankMemory:
         return kept
 
     def list_kept_by_experts(self) -> Counter[str]:
-        """Return recompute mode -> bytes per token that router and experts save for backward.
+        """Return a dict mapping each recompute mode to the bytes per token that router and experts save for backward.
 
         A rank has 1/tp of the tokens.
 

@@ -248,7 +248,8 @@ def extrapolate_in_flight(pipeline: Pipeline, rank: int) -> InFlight:
 
 
 def count_gathers(row: list[Action]) -> Counter[int]:
-    """Return stage -> number of all-gathers, assuming that torch keeps the next STAGES_GATHERED stages unsharded."""
+    """Return a dict mapping each stage to the number of its all-gathers, assuming that torch keeps the next
+    STAGES_GATHERED stages unsharded."""
     gathers = Counter()
     later = set()  # the stages that torch keeps unsharded at the next action
     ahead = []  # the stages of later actions without repeats; the stage of the next action is first

@@ -66,7 +66,8 @@ def find_slices(layout: Layout, rank: int, n_rows: int, seq_len: int, n_experts:
 
 
 def choose_shown(layout: Layout) -> dict[str, list[int]]:
-    """Return mesh dim -> coordinates that a picture shows: only the first and the last of the largest dims."""
+    """Return a dict mapping each mesh dim to the coordinates that a picture shows: only the first and the last of the
+    largest dims."""
     shown = {dim: list(range(n)) for dim, n in layout.degrees.items()}
     n_ranks = layout.world_size
     while n_ranks > MOST_DRAWN_RANKS:

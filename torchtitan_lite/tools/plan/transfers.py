@@ -67,7 +67,7 @@ def name_axis(layout: Layout, description: str) -> str:
 
 
 def estimate_traffic(w: Workload, pp_rank: int) -> dict[tuple[str, str], Moved]:
-    """Return (axis, operation) -> the calls and bytes of one rank of `pp_rank` in one step."""
+    """Return a dict mapping (axis, operation) to the calls and bytes of one rank of `pp_rank` in one step."""
     layout = w.layout
     n_gathers = count_gathers(w.order[pp_rank])
     calls = []

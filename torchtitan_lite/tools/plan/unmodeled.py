@@ -31,8 +31,8 @@ def warn_of_unmodeled(planned: PlannedRun) -> list[str]:
 
 
 def list_unmodeled(planned: PlannedRun) -> dict[str, str]:
-    """Return name -> what the forecast counts instead, for each unmodeled key or module. The name of a key includes its
-    value."""
+    """Return a dict mapping names to what the forecast counts instead, for each unmodeled key or module. The name of a
+    key includes its value."""
     unmodeled = {}
     for key, counted in INSTEAD.items():
         value = get_value(planned.config, key)

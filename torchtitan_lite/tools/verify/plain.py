@@ -374,7 +374,7 @@ def run_plainly(config: Config, n_steps: int) -> list[PlainStep]:
 
 
 def list_used_rates(optimizer: Optimizer) -> dict[str, float]:
-    """Return FQN -> learning rate that the optimizer uses now."""
+    """Return a dict mapping each FQN to the learning rate that the optimizer uses now."""
     rates = {}
     for group in optimizer.param_groups:
         rates |= dict.fromkeys(group["param_names"], group["lr"])
