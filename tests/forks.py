@@ -631,6 +631,7 @@ FORKS |= {
     "a decay": Fork(
         ("--lr_scheduler.decay_type=square", "--lr_scheduler.warmup_steps=1"),
         """config/choices.py | DECAYS: | "square": lambda progress: 1 - 1.2 * progress**2,
+        config/choices.py | DECAYS: | "nan": lambda progress: math.nan,
         config/choices.py | DECAYS: | "log": lambda progress: math.log(1 - progress),""",
     ),
     "a corpus": Fork(

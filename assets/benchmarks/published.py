@@ -486,7 +486,7 @@ class Row:
         self.is_allocated = values.get("allocated", False)
 
     def find_cluster(self, constants: dict[str, float]) -> Cluster:
-        """Return the cluster on which the run was measured. Its constants are those of a fit."""
+        """Return the cluster on which the run was measured, with fitted constants."""
         own = {}
         for name in ("network", "link"):
             if speed := self.values.get(f"{name}_gb_per_s"):

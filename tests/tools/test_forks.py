@@ -40,7 +40,8 @@ an optimizer | check | --optimizer.lr=0.03 --gpus=4 | 2 | optimizer.lr
 a teacher | check | STAGES --parallelism.data_parallel_replicate_degree=2 --gpus=4 | 2 | training.teacher
 a window | check | CONTEXT --gpus=2 | 2 | context_parallel_degree
 a decay | check | --gpus=4 | 0 | the learning rate falls to -1.49e-05 at step 184
-a decay | check | --lr_scheduler.decay_type=log --gpus=4 | 2 | 'log': the decay is nan in step 201
+a decay | check | --lr_scheduler.decay_type=log --gpus=4 | 2 | 'log': the decay gives ValueError
+a decay | check | --lr_scheduler.decay_type=nan --gpus=4 | 2 | 'nan': the decay gives nan in step 201
 the ends | check | --gpus=4 | 0 | 0.000872 GFLOP per token
 a norm | check | EXPORT | 2 | checkpoint.last_save_in_hf
 an attention | check | EXPORT | 2 | checkpoint.last_save_in_hf

@@ -1,8 +1,7 @@
 """Compute the learning rate of a step from its number and [lr_scheduler]. All functions are pure."""
 
 from collections.abc import Iterator
-from contextlib import suppress
-from math import isfinite, nan
+from math import isfinite
 
 from torchtitan_lite.config.choices import DECAYS
 from torchtitan_lite.config.extensions import load_module
@@ -27,15 +26,16 @@ def learning_rate_factor(section: LRScheduler, step: int) -> float:
     if step < decay_start:
         return 1.0
     progress = min(1.0, (step - decay_start) / max(1, section.total_steps - decay_start))
-    left = nan
-    with suppress(ArithmeticError, ValueError):
+    try:
         left = DECAYS[section.decay_type](progress)
-    if not isfinite(left):
-        raise UserError(
-            f"lr_scheduler.decay_type = {section.decay_type!r}: the decay is {left} in step {step + 1}. "
-            "Correct its function in DECAYS (config/choices.py)"
-        )
-    return section.min_lr_factor + (1 - section.min_lr_factor) * left
+        if isfinite(left):
+            return section.min_lr_factor + (1 - section.min_lr_factor) * left
+    except (ArithmeticError, ValueError) as error:
+        left = repr(error)
+    raise UserError(
+        f"lr_scheduler.decay_type = {section.decay_type!r}: the decay gives {left} in step {step + 1}. "
+        "Correct its function in DECAYS (config/choices.py)"
+    )
 
 
 def list_rates(config: Config, step: int) -> dict[str, float]:

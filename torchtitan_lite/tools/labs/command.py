@@ -13,8 +13,8 @@ TOLERANCE = 0.02  # allowed relative error of a prediction; a count must be exac
 
 
 def main(options: Namespace) -> int:
-    """List the labs, print a lab, judge an answer, or start or judge a working copy. Return 1 if the answer is
-    wrong, or if the learner's code in the working copy is."""
+    """List the labs, print a lab, judge an answer, or start or judge a working copy. Return 1 if the answer or
+    the code in the working copy is wrong."""
     if options.number is None:
         for lab in list_labs():
             print(f"  {lab.number:2}  {lab.title}")
